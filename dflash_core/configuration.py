@@ -1,0 +1,30 @@
+"""What every configuration of the project shares: strict fields, a stable fingerprint, one error type for users."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class UserError(ValueError):
+    """Something that the user can mend: the message says what was wrong, where, and how to mend it."""
+
+
+class Config(BaseModel):
+    """A frozen set of named values that refuses unknown names; docstrings of fields become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def fingerprint(value: Any) -> str:
+    """Return 64 hex digits that change when `value` does: sha256 of its canonical JSON.
+
+    `value` is a `Config` or anything that `json.dumps` takes. Key order does not matter; NaN is refused.
+    """
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

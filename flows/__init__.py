@@ -1,0 +1,1 @@
+"""The order of things: Prefect flows, worker processes, configuration files and the command line."""
