@@ -1,1 +1,1 @@
-"""DFlash itself: chats to tokens, target taps, drafter, loss, training mathematics, acceptance. Torch only."""
+"""DFlash itself: chats to tokens, taps of the target, drafter, loss, training, acceptance. Torch only."""

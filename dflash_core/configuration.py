@@ -1,4 +1,4 @@
-"""What every configuration of the project shares: strict fields, a stable fingerprint, one error type for users."""
+"""What every configuration shares: strict fields, a stable fingerprint, one error type for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records that pass between the rooms: a tokenised chat, its captured hidden states, and what they came from."""
+"""What passes between the rooms: a tokenised chat, its captured hidden states, where they came from."""
 
 from __future__ import annotations
 

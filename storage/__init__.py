@@ -1,1 +1,1 @@
-"""Bytes at rest: object stores, the shard format and its codecs, data sets, the compile cache. Knows no Prefect."""
+"""Bytes at rest: object stores, shards and their codecs, data sets, the compile cache. Knows no Prefect."""
