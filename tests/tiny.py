@@ -47,20 +47,20 @@ def tiny_model(
     model_type: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """A random causal language model of 6 layers and width 64; `model_type`: qwen2, qwen3 or llama."""
-    shape = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=WIDTH,
-        intermediate_size=128,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_id=257,
-        pad_token_id=258,
-        bos_token_id=None,
-        initializer_range=0.2,
-    )
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": WIDTH,
+        "intermediate_size": 128,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+    }
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
