@@ -1,0 +1,121 @@
+"""A worker process's end of the line to its parent: jobs come in on stdin, JSON lines leave on stdout.
+
+Standard library only. The parent's end is `flows.launch`. Messages are objects with a "kind":
+"ready", "progress", "log", "done" or "error". Any of them tells the parent that the worker lives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dflash_core.configuration import UserError
+
+ORPHANED = 113
+"""Exit code of a worker whose parent went away in the middle of a job."""
+
+Job = dict[str, Any]
+RunJob = Callable[[Job], dict[str, Any]]
+
+
+class Unusable(RuntimeError):
+    """Raised by a job after which the process cannot be trusted any more, such as after a CUDA error."""
+
+
+class Channel:
+    """Read jobs and say things. At most one may exist in a process, made before anything is printed."""
+
+    def __init__(self) -> None:
+        # Libraries print to stdout. The messages get a private copy of it, and stdout becomes stderr.
+        self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._busy = threading.Event()
+        self._busy.set()  # setting up counts as work: an orphan must not go on loading a model
+        threading.Thread(target=self._read, name="jobs", daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._jobs.put(json.loads(line))
+        self._jobs.put(None)
+        if self._busy.is_set():
+            os._exit(ORPHANED)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send one message; safe from any thread."""
+        text = json.dumps({"kind": kind, **fields})
+        with self._lock:
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield jobs until the parent closes the line."""
+        while True:
+            self._busy.clear()
+            job = self._jobs.get()
+            if job is None:
+                return
+            self._busy.set()
+            yield job
+
+
+class _ChannelHandler(logging.Handler):
+    """Sends log records up the line, so that they appear in the log of the run."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.say("log", level=record.levelname, text=self.format(record))
+
+
+def serve(start: Callable[[Channel, Job], RunJob]) -> None:
+    """Be a worker: take the set-up message, call `start(channel, setup)`, answer jobs with what it returned.
+
+    `start` loads whatever lives long and returns a function from a job to the fields of its "done" message.
+    An exception inside a job is told to the parent and the worker goes on, except after `Unusable`; an
+    exception in `start` ends the process.
+    """
+    channel = Channel()
+    handler = _ChannelHandler(channel)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    jobs = channel.jobs()
+    setup = next(jobs, None)
+    if setup is None:
+        return
+    try:
+        run = start(channel, setup)
+    except Exception as error:  # noqa: BLE001  the parent must hear of every failure, whatever its type
+        _say_error(channel, error)
+        sys.exit(1)
+    channel.say("ready", pid=os.getpid())
+    for job in jobs:
+        try:
+            result = run(job)
+        except Exception as error:  # noqa: BLE001  the same: told to the parent, which decides
+            _say_error(channel, error)
+            if isinstance(error, Unusable):
+                sys.exit(1)
+        else:
+            channel.say("done", **result)
+
+
+def _say_error(channel: Channel, error: Exception) -> None:
+    channel.say(
+        "error",
+        user=isinstance(error, UserError),
+        unusable=isinstance(error, Unusable),
+        type=type(error).__name__,
+        text=str(error) or type(error).__name__,
+        traceback="".join(traceback.format_exception(error)),
+    )

@@ -1,0 +1,121 @@
+"""What a run is asked to do: the configurations of both flows, read from YAML and checked at the door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError
+
+from dflash_core.chat import ChatConfig
+from dflash_core.configuration import Config, UserError
+from dflash_core.respond import GenerationSettings
+from dflash_core.target import TargetConfig
+from flows.respond import EndpointConfig
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+class WorkersConfig(Config):
+    """The worker processes of one host: which devices, and when one is given up."""
+
+    slots: tuple[str, ...] = ()
+    """One worker each: GPU numbers ("0"), groups for a target that is spread over several ("0,1"), or "cpu".
+    Empty: one for each visible GPU, or one on the CPU."""
+    attempts: Annotated[int, Field(ge=1)] = 3
+    """How often a shard is tried before it is set aside."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """A worker that has not loaded its target after this long is replaced."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A worker that finishes no batch for this long is killed and replaced."""
+    scratch: str | None = None
+    """Folder for shards being written (one a worker); None: the system's temporary folder."""
+
+
+class ResponsesConfig(Config):
+    """Let the target write the responses that the drafter will learn."""
+
+    endpoint: EndpointConfig | None = None
+    """A server that runs the target; None: with transformers, on the first worker's device."""
+    generation: GenerationSettings = GenerationSettings()
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    part_records: Annotated[int, Field(ge=1)] = 512
+    """Chats of one output file; finished files are not done again."""
+    output: str
+    """Folder for the chats with their new responses."""
+
+
+class ExtractConfig(Config):
+    """From chats to a sealed data set of hidden states."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)] = "activations"
+    """First part of the data set's folder; the rest is its fingerprint."""
+    store: str
+    """Where data sets live: a folder, file:///folder, or s3://bucket/prefix."""
+    chats: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Files (.jsonl, .json, .parquet), folders, or Hugging Face data sets (name, name:split)."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Take only this many chats."""
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """The run fails when a larger share of the chats cannot be used at all."""
+    chat: ChatConfig = ChatConfig()
+    target: TargetConfig
+    responses: ResponsesConfig | None = None
+    """Set to have the responses of the chats replaced by the target's own."""
+    codec: str = "tolerance=0.1"
+    """How hidden states are stored: "lossless", "fp8", or "tolerance=E" (relative error at most E)."""
+    shard_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    """Tokens of a shard, the unit of work and of repair."""
+    row_group_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
+    """Encoded bytes of a row group at most, the unit of reading and shuffling."""
+    parity_samples: Annotated[int, Field(ge=0)] = 4
+    """Samples on which captured states are compared with a plain forward before any shard is written."""
+    calibration_samples: Annotated[int, Field(ge=1)] = 64
+    """Samples from which a codec that needs them takes its channel scales."""
+    shards_per_child: Annotated[int, Field(ge=0)] = 0
+    """Split a plan larger than this into child flow runs of this many shards; 0: never."""
+    workers: WorkersConfig = WorkersConfig()
+
+
+def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
+    """Read a YAML file; raises UserError that names the file and every missing, unknown or wrong field."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no configuration at {path}")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold names and values, but holds a {type(values).__name__}")
+    return parse_config(kind, values, str(path))
+
+
+def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> AnyConfig:
+    """Check values against a configuration; raises UserError with one line for each fault."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        faults = [
+            f"  {'.'.join(map(str, fault['loc'])) or kind.__name__}: {_plain(fault)}"
+            for fault in error.errors()
+        ]
+        raise UserError(f"{where} does not describe a {kind.__name__}:\n" + "\n".join(faults)) from error
+
+
+def dump_config(config: Config) -> str:
+    """Return a configuration as YAML, every default written out, in the order of its fields."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _place(fault: Any) -> str:
+    return ".".join(map(str, fault["loc"])) or "the whole"
+
+
+def _plain(fault: Any) -> str:
+    if fault["type"] == "extra_forbidden":
+        return "unknown name; see the configuration reference for the known ones"
+    if fault["type"] == "missing":
+        return "missing"
+    return f"{fault['msg']} (got {fault['input']!r})"

@@ -1,0 +1,204 @@
+"""Run one module on several ranks under torchrun, follow what they say, and never leave a rank behind.
+
+torchrun starts each rank in a session of its own, so killing torchrun's process group does not reach them.
+`python -m flows.ranks` is torchrun with one thing added: it ends, and ends its ranks, when its stdin closes,
+which happens when the parent lets go of it for whatever reason, SIGKILL included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_core.configuration import UserError
+from flows.launch import OnMessage, ignore, python_module
+
+SHUTDOWN_S = 10
+"""How long ranks may take to end after SIGTERM."""
+TAIL_LINES = 40
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended with an error; the message holds the first one's."""
+
+
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    gpus: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    silence_timeout_s: float | None = None,
+    on_message: OnMessage = ignore,
+) -> None:
+    """Run `python -m module arguments` on `ranks` processes of this host and return when all have ended well.
+
+    `gpus` names the devices, one a rank; none means CPU. Each rank sees its GPU as device 0, so that what it
+    compiles can be used by all. A rank says things by printing JSON objects with a "kind", one a line; all
+    other lines arrive as {"kind": "stderr", "text": ...}. Raises UserError when a rank's error message says
+    so, RanksFailed otherwise. Whatever ends this call, an exception from outside included, ends the ranks.
+    """
+    if gpus and len(gpus) != ranks:
+        raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
+    env = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
+    if not gpus:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    with tempfile.TemporaryDirectory(prefix="dflash-ranks-") as log_dir:
+        command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
+        command += [f"--log-dir={log_dir}", *(["--virtual-local-rank"] if gpus else []), "-m", module]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            first_error, tail = _follow(process, silence_timeout_s, on_message)
+            code = process.wait()
+        finally:
+            _end(process)
+        if code != 0:
+            _raise(code, first_error or _error_file(Path(log_dir)), tail)
+
+
+def _follow(
+    process: subprocess.Popen[str], silence_timeout_s: float | None, on_message: OnMessage
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Pass messages on until the output closes; return the first error told of, and the last lines."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line.rstrip())
+        lines.put(None)
+
+    threading.Thread(target=read, name="ranks", daemon=True).start()
+    first_error: dict[str, Any] | None = None
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    while True:
+        try:
+            line = lines.get(timeout=silence_timeout_s)
+        except queue.Empty:
+            raise RanksFailed(f"no rank said anything for {silence_timeout_s:g} s; they were ended") from None
+        if line is None:
+            return first_error, list(tail)
+        message = _parse(line)
+        if message["kind"] == "error":
+            first_error = first_error or message
+        elif message["kind"] == "stderr":
+            tail.append(line)
+        on_message(message)
+
+
+def _parse(line: str) -> dict[str, Any]:
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            message = json.loads(line)
+            if isinstance(message, dict) and "kind" in message:
+                return message
+    return {"kind": "stderr", "text": line}
+
+
+def _error_file(log_dir: Path) -> dict[str, Any] | None:
+    """Return the earliest error that torchrun's `record` decorator left behind, if any."""
+    errors = []
+    for path in log_dir.rglob("error.json"):
+        message = json.loads(path.read_text())["message"]
+        if isinstance(message, str):
+            message = {"message": message}
+        info = message.get("extraInfo", {})
+        errors.append((str(info.get("timestamp", "")), str(message["message"]), info.get("py_callstack", "")))
+    if not errors:
+        return None
+    _, text, stack = min(errors)
+    return {"kind": "error", "user": text.startswith("UserError: "), "text": text, "traceback": stack}
+
+
+def _raise(code: int, error: dict[str, Any] | None, tail: list[str]) -> None:
+    if error is None:
+        raise RanksFailed(f"the ranks ended with exit code {code}; last lines:\n" + "\n".join(tail))
+    if error.get("user"):
+        raise UserError(str(error["text"]).removeprefix("UserError: "))
+    raise RanksFailed(f"{error['text']}\n{error.get('traceback', '')}".rstrip())
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks: first by closing its stdin, then by force, descendants included."""
+    if process.poll() is not None:
+        return
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(SHUTDOWN_S + 5)
+    except subprocess.TimeoutExpired:
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the process ids below `root`, from /proc; empty where there is none."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name in parentheses may hold spaces: the parent's id is the second field after it.
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, frontier = [], [root]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies; for ranks, called from their main thread."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _end_with_stdin() -> None:
+    """Wait for stdin to close, then let torchrun's own handler end the ranks."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Be torchrun, tied to the parent's end of stdin."""
+    # The ranks must not inherit the line to the parent.
+    line = os.dup(0)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123  a device, not a path of ours
+        os.dup2(nothing.fileno(), 0)
+    sys.stdin = os.fdopen(line, "r")
+    threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
+    from torch.distributed.run import main as torchrun
+
+    torchrun(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
