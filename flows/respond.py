@@ -1,4 +1,4 @@
-"""Regenerates the responses of a set of chats with the target, locally or through an OpenAI-compatible endpoint."""
+"""Regenerates the responses of chats with the target: here, or through an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
