@@ -1,0 +1,272 @@
+"""Proof, after the first full step of a rank, that nothing was compiled; or exactly what was, and why.
+
+Cache counters alone do not prove it: a kernel outside the stored graphs is compiled without a miss. So three
+things are looked at: compile events, cache misses and bypasses, and kernel files that were not there before.
+
+The launcher starts ranks with `environment_for_ranks(...)`. A rank then does
+
+    watch = Watch.from_environment().start()          # before the first compiled call
+    ...one full step: forward, backward, optimizer; and one evaluation step...
+    print(watch.report(rank=rank).line(), flush=True)  # {"kind": "compile_report", ...}
+    watch.forbid("error")                              # from here on a recompile stops the run
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dflash_core.compile_fingerprint import Fingerprint
+from dflash_core.configuration import Config, UserError
+
+log = logging.getLogger(__name__)
+
+FINGERPRINT_VARIABLE = "DFLASH_COMPILE_FINGERPRINT"
+START_VARIABLE = "DFLASH_COMPILE_START"
+KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
+"""Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
+
+REMOTE_CACHES = (
+    "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE",
+    "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE",
+    "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE",
+    "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE",
+)
+
+StartState = Literal["restored", "local", "cold"]
+"""Where the kernels come from: the store, this machine's own sealed folder, or nowhere yet."""
+
+
+class CacheCounts(Config):
+    """What torch's two caches were asked for."""
+
+    graphs: int
+    """Graphs that Dynamo handed to the compiler."""
+    aot_hits: int
+    aot_misses: int
+    aot_bypasses: int
+    fx_hits: int
+    fx_misses: int
+    fx_bypasses: int
+
+
+class CompileReport(Config):
+    """What one rank compiled up to the end of its first full step."""
+
+    kind: Literal["compile_report"] = "compile_report"
+    rank: int
+    start: StartState
+    fingerprint: str | None
+    """Id of the fingerprint that the launcher gave, if it did."""
+    cache_dir: str | None
+    device: str
+    seconds_since_process_start: float
+    """From the start of the process to this report: the time a person waits for the first step."""
+    events: dict[str, int]
+    """Compile events by trigger: every start traces ("DYNAMO"), only a cold one has a "LAZY_BACKWARD"."""
+    event_threads: tuple[str, ...]
+    """Names of the threads in which they ran."""
+    caches: CacheCounts
+    recompile_reasons: tuple[str, ...]
+    new_kernel_files: tuple[str, ...]
+    """Relative to `cache_dir`; every rank sees the files of all ranks of its host."""
+    new_files: int
+    reasons: tuple[str, ...] = Field(default=())
+    """In words, why this does not count as "nothing was compiled"; empty when it does."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether anything at all was compiled."""
+        return bool(self.reasons)
+
+    def line(self) -> str:
+        """Return one line of JSON."""
+        return self.model_dump_json()
+
+
+def environment_for_ranks(fingerprint: Fingerprint, start: StartState) -> dict[str, str]:
+    """Return the variables that ranks need before they import torch.
+
+    Both caches get one fixed folder on this machine. Remote caches are switched off: what they hold is
+    unpickled, and nothing signs it.
+    """
+    root = fingerprint.cache_dir
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(root),
+        "TRITON_CACHE_DIR": str(root / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        **dict.fromkeys(REMOTE_CACHES, "0"),
+        FINGERPRINT_VARIABLE: fingerprint.id,
+        START_VARIABLE: start,
+    }
+
+
+class Watch:
+    """Counts what torch compiles in this process between `start` and `report`."""
+
+    def __init__(self, cache_dir: Path | None, start: StartState, fingerprint: str | None) -> None:
+        self._cache_dir = cache_dir
+        self._start_state: StartState = start
+        self._fingerprint = fingerprint
+        self._events: list[tuple[str, str]] = []
+        self._before: frozenset[str] = frozenset()
+        self._counters_before: dict[str, int] = {}
+        self._last_before: Any = None
+        self._last_warned_of: Any = None
+        self._warns = False
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Watch:
+        """Watch the folder that the launcher named. Without a launcher the start counts as cold."""
+        root = variables.get("TORCHINDUCTOR_CACHE_DIR")
+        state = variables.get(START_VARIABLE, "cold")
+        if state not in ("restored", "local", "cold"):
+            raise ValueError(
+                f"{START_VARIABLE} is {state!r}; the launcher sets it to restored, local or cold"
+            )
+        return cls(Path(root) if root else None, state, variables.get(FINGERPRINT_VARIABLE))  # type: ignore[arg-type]
+
+    def start(self) -> Watch:
+        """Begin to count. Call it before the first compiled call; `torch._dynamo.reset()` ends it."""
+        from torch._dynamo.callback import callback_handler
+
+        self._before = self._files()
+        self._counters_before = _counters()
+        self._last_before = (_metrics_after() or [None])[-1]
+        callback_handler.register_start_callback(self._on_compile)
+        return self
+
+    def stop(self) -> None:
+        """Count no longer."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._on_compile in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._on_compile)
+
+    def report(self, *, rank: int = 0) -> CompileReport:
+        """Say what was compiled since `start`. Cheap; may be called again later."""
+        caches = CacheCounts(**{name: n - self._counters_before[name] for name, n in _counters().items()})
+        new_files = sorted(self._files() - self._before)
+        events = Counter(trigger for trigger, _ in self._events)
+        kernels = tuple(name for name in new_files if name.endswith(KERNEL_SUFFIXES))
+        return CompileReport(
+            rank=rank,
+            start=self._start_state,
+            fingerprint=self._fingerprint,
+            cache_dir=str(self._cache_dir) if self._cache_dir else None,
+            device=_device_name(),
+            seconds_since_process_start=round(seconds_since_process_start(), 3),
+            events=dict(events),
+            event_threads=tuple(sorted({thread for _, thread in self._events})),
+            recompile_reasons=tuple(
+                metric.recompile_reason
+                for metric in _metrics_after(self._last_before)
+                if metric.recompile_reason
+            ),
+            new_kernel_files=kernels,
+            new_files=len(new_files),
+            caches=caches,
+            reasons=_reasons(caches, events, kernels),
+        )
+
+    def forbid(self, on_recompile: Literal["error", "warn"] = "error") -> None:
+        """From now on a compile is an error that names the guard, or a warning in the log.
+
+        Call it after a backward: a backward that was not compiled yet is not covered. "error" raises on the
+        first call of a graph that was never compiled as well, so evaluation must have run once.
+        """
+        import torch
+
+        if on_recompile == "error":
+            torch.compiler.set_stance("fail_on_recompile")
+        else:
+            self._warns = True
+            self._last_warned_of = (_metrics_after() or [None])[-1]
+
+    def warnings(self) -> list[str]:
+        """After `forbid("warn")`: the reasons of every recompile since the last call, also logged."""
+        metrics = _metrics_after(self._last_warned_of) if self._warns else []
+        if not metrics:
+            return []
+        self._last_warned_of = metrics[-1]
+        reasons = [
+            f"recompiled: {metric.recompile_reason or 'a graph not seen before'}" for metric in metrics
+        ]
+        for reason in reasons:
+            log.warning("%s", reason)
+        return reasons
+
+    def _on_compile(self, arguments: Any) -> None:
+        self._events.append((arguments.callback_trigger.name, threading.current_thread().name))
+
+    def _files(self) -> frozenset[str]:
+        if self._cache_dir is None or not self._cache_dir.is_dir():
+            return frozenset()
+        return frozenset(
+            os.path.relpath(os.path.join(folder, name), self._cache_dir)  # noqa: PTH118  thousands of files
+            for folder, _, names in os.walk(self._cache_dir)
+            for name in names
+        )
+
+
+def _reasons(caches: CacheCounts, events: Mapping[str, int], kernels: tuple[str, ...]) -> tuple[str, ...]:
+    reasons = []
+    if lazy := events.get("LAZY_BACKWARD", 0):
+        reasons.append(f"{lazy} backward graph(s) compiled")
+    counts = caches.model_dump()
+    for name in ("aot_misses", "aot_bypasses", "fx_misses", "fx_bypasses"):
+        if counts[name]:
+            reasons.append(f"{counts[name]} {name.replace('_', ' cache ')}")
+    if caches.graphs > caches.aot_hits + caches.aot_misses + caches.aot_bypasses:
+        # Switched-off caches count neither hits nor misses.
+        reasons.append(f"only {caches.aot_hits} of {caches.graphs} graphs came from the cache")
+    if kernels:
+        shown = ", ".join(kernels[:3]) + (", ..." if len(kernels) > 3 else "")
+        reasons.append(f"{len(kernels)} new kernel file(s): {shown}")
+    return tuple(reasons)
+
+
+def _counters() -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "aot_hits": aot["autograd_cache_hit"],
+        "aot_misses": aot["autograd_cache_miss"],
+        "aot_bypasses": aot["autograd_cache_bypass"],
+        "fx_hits": inductor["fxgraph_cache_hit"],
+        "fx_misses": inductor["fxgraph_cache_miss"],
+        "fx_bypasses": inductor["fxgraph_cache_bypass"],
+    }
+
+
+def _metrics_after(last: Any = None) -> list[Any]:
+    """Return what torch wrote of the compiles after the one given; it keeps only the newest 64."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    metrics = get_compilation_metrics()
+    places = [place for place, metric in enumerate(metrics) if metric is last]
+    return metrics[places[0] + 1 :] if places else metrics
+
+
+def _device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+
+
+def seconds_since_process_start() -> float:
+    """Return the age of this process, interpreter and imports included; needs Linux."""
+    # Field 22 of /proc/self/stat, counted after the name, which may hold spaces: start in ticks since boot.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
