@@ -1,0 +1,498 @@
+"""The drafter: Qwen3-style layers that read the target's taps and fill all slots of a block in one forward.
+
+Shapes: C context tokens of a row, E = L*D values of the concatenated taps, D width, Q = A*K query tokens
+(slots of all blocks), S = C + Q keys, H query heads, G key/value heads, F features of a head, V vocabulary.
+The arithmetic is plain functions (`context_keys_values`, `draft_layer`, `rms_norm`), so that one compiled
+graph serves every layer; the modules only hold the fp32 master weights under the names that the exported
+folder has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from dflash_core.configuration import Config, UserError
+from dflash_core.records import TAP_CONVENTION
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class DrafterConfig(Config):
+    """Shape of a drafter and the target that it belongs to. Every field is part of its identity."""
+
+    hidden_size: int
+    """Width D; equals the target's, whose embedding and head the drafter borrows."""
+    intermediate_size: int
+    num_layers: int = 5
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-6
+    rope_theta: float
+    """The target's theta; nothing else of its rotary settings is used."""
+    vocab_size: int
+    """Rows of the target's embedding (padded vocabulary)."""
+    block_size: int
+    """Slots K of a block, the anchor's included."""
+    mask_token_id: int
+    """Token whose embedding fills slots 1..K-1."""
+    tap_layer_ids: tuple[int, ...]
+    """Target layers whose outputs are read, in the order in which `fc` sees them."""
+    tap_convention: str = TAP_CONVENTION
+    target_num_layers: int
+    layer_types: tuple[LayerType, ...] | None = None
+    """One entry a draft layer; None: all full. In-block attention is causal in sliding layers, bidirectional
+    in full ones.
+    """
+    sliding_window: int | None = None
+    """Tokens that a slot of a sliding layer sees, itself included: positions p-window+1 .. p."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DrafterConfig:
+        types = self.types
+        if len(types) != self.num_layers:
+            raise UserError(
+                f"drafter.layer_types has {len(types)} entries for {self.num_layers} layers; name one a layer"
+            )
+        if "sliding_attention" in types and not self.sliding_window:
+            raise UserError(
+                "drafter.sliding_window is missing although layer_types has sliding layers; set e.g. 2048"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"drafter.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.block_size < 2:
+            raise UserError(
+                f"drafter.block_size {self.block_size}: a block needs at least one slot to draft (2)"
+            )
+        if self.tap_convention != TAP_CONVENTION:
+            raise UserError(
+                f"tap_convention {self.tap_convention!r} is not ours ({TAP_CONVENTION!r}); convert the ids"
+            )
+        if not self.tap_layer_ids or not all(0 <= i < self.target_num_layers for i in self.tap_layer_ids):
+            raise UserError(
+                f"drafter.tap_layer_ids {self.tap_layer_ids}: the target's layers are 0..{self.target_num_layers - 1}"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"drafter.mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+            )
+        return self
+
+    @property
+    def types(self) -> tuple[LayerType, ...]:
+        """Layer types with the default filled in."""
+        full: LayerType = "full_attention"
+        return self.layer_types or (full,) * self.num_layers
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of draft layer `layer`, None when it sees everything."""
+        return self.sliding_window if self.types[layer] == "sliding_attention" else None
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one draft layer, as tensors: what `draft_layer` computes with."""
+
+    input_layernorm: Tensor
+    q_proj: Tensor
+    k_proj: Tensor
+    v_proj: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    o_proj: Tensor
+    post_attention_layernorm: Tensor
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+
+
+class LayerShape(NamedTuple):
+    """Python constants of the arithmetic; guards of the compiled graph."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    dtype: torch.dtype
+
+
+class Context(NamedTuple):
+    """Keys and values that the context contributes to each draft layer: one [C, G, F] tensor a layer,
+    rotated.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension, in float32 whatever comes in."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rotary_tables(position_N: Tensor, theta: float, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [N, F/2], of rotary embedding at integer positions (RoFormer, arXiv
+    2104.09864).
+
+    The frequencies are computed in float32 at each call and are no buffer: casting a module to bf16 cannot
+    round them.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_N.device) / head_dim
+    angle_NF = position_N.float()[:, None] * (1.0 / theta**exponent)[None, :]
+    return angle_NF.cos(), angle_NF.sin()
+
+
+def rotate(x_NHF: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> Tensor:
+    """Rotate the halves of each head's features (Qwen's layout: feature f pairs with f + F/2). Float32 in,
+    float32 out.
+    """
+    first, second = x_NHF.chunk(2, dim=-1)
+    cos, sin = cos_NF[:, None, :], sin_NF[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def context_keys_values(
+    taps_CE: Tensor,
+    fc: Tensor,
+    hidden_norm: Tensor,
+    layers: tuple[LayerWeights, ...],
+    cos_CF: Tensor,
+    sin_CF: Tensor,
+    shape: LayerShape,
+) -> Context:
+    """Project the taps once, then give every layer its keys and values of the context.
+
+    The keys and values of all layers come from one product with the concatenated k_proj and v_proj weights:
+    the context is the same for all of them, and its gradient is then one product too.
+    """
+    dtype = shape.dtype
+    context_CD = rms_norm(F.linear(taps_CE.to(dtype), fc.to(dtype)), hidden_norm, shape.eps).to(dtype)
+    weight = torch.cat([w.to(dtype) for layer in layers for w in (layer.k_proj, layer.v_proj)], dim=0)
+    kv_CLGF = F.linear(context_CD, weight).view(-1, 2 * len(layers), shape.num_kv_heads, shape.head_dim)
+    keys, values = [], []
+    for i, layer in enumerate(layers):
+        normed = rms_norm(kv_CLGF[:, 2 * i], layer.k_norm, shape.eps)
+        keys.append(rotate(normed, cos_CF, sin_CF).to(dtype))
+        values.append(kv_CLGF[:, 2 * i + 1])
+    return Context(tuple(keys), tuple(values))
+
+
+def attend(q_QHF: Tensor, k_SGF: Tensor, v_SGF: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
+    """Attention with grouped heads: flex attention for a `BlockMask`, SDPA for a dense bool [Q, S] mask or
+    None (all visible).
+    """
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q_QHF, k_SGF, v_SGF))
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def draft_layer(
+    x_QD: Tensor,
+    context_keys_CGF: Tensor,
+    context_values_CGF: Tensor,
+    w: LayerWeights,
+    cos_QF: Tensor,
+    sin_QF: Tensor,
+    mask: BlockMask | Tensor | None,
+    shape: LayerShape,
+) -> Tensor:
+    """One Qwen3 decoder layer over the slots; keys and values are those of the context, then those of the
+    slots.
+
+    Products in `shape.dtype` with weights cast here, inside the compiled region; norms and rotation in
+    float32.
+    """
+    dtype, heads, kv_heads, features = shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    normed_QD = rms_norm(x_QD, w.input_layernorm, shape.eps).to(dtype)
+    qkv_weight = torch.cat([w.q_proj.to(dtype), w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
+    qkv = F.linear(normed_QD, qkv_weight).view(-1, heads + 2 * kv_heads, features)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q = rotate(rms_norm(q, w.q_norm, shape.eps), cos_QF, sin_QF).to(dtype)
+    k = rotate(rms_norm(k, w.k_norm, shape.eps), cos_QF, sin_QF).to(dtype)
+    k_SGF = torch.cat((context_keys_CGF, k), dim=0)
+    v_SGF = torch.cat((context_values_CGF, v), dim=0)
+    attended = attend(q, k_SGF, v_SGF, mask).reshape(-1, heads * features)
+    x_QD = x_QD + F.linear(attended, w.o_proj.to(dtype))
+    normed_QD = rms_norm(x_QD, w.post_attention_layernorm, shape.eps).to(dtype)
+    gate_up_weight = torch.cat([w.gate_proj.to(dtype), w.up_proj.to(dtype)], dim=0)
+    gate, up = F.linear(normed_QD, gate_up_weight).chunk(2, dim=-1)
+    return x_QD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
+
+
+def checkpointed_draft_layer(
+    x_QD: Tensor,
+    context_keys_CGF: Tensor,
+    context_values_CGF: Tensor,
+    w: LayerWeights,
+    cos_QF: Tensor,
+    sin_QF: Tensor,
+    mask: BlockMask | Tensor | None,
+    shape: LayerShape,
+) -> Tensor:
+    """`draft_layer`, recomputed in backward. The checkpoint lies inside the compiled region, so it adds no
+    second graph.
+    """
+    return checkpoint(
+        draft_layer,
+        x_QD,
+        context_keys_CGF,
+        context_values_CGF,
+        w,
+        cos_QF,
+        sin_QF,
+        mask,
+        shape,
+        use_reentrant=False,
+    )
+
+
+def final_norm(x_QD: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """The drafter's last norm; what the target's head is applied to."""
+    return rms_norm(x_QD, weight, eps).to(dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+
+class DraftLayer(nn.Module):
+    """Holds the weights of one draft layer; the arithmetic is `draft_layer`."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(c)
+        self.mlp = _FeedForward(c)
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+    def weights(self) -> LayerWeights:
+        """Return the parameters in the order in which the arithmetic names them."""
+        attention, mlp = self.self_attn, self.mlp
+        return LayerWeights(
+            input_layernorm=self.input_layernorm.weight,
+            q_proj=attention.q_proj.weight,
+            k_proj=attention.k_proj.weight,
+            v_proj=attention.v_proj.weight,
+            q_norm=attention.q_norm.weight,
+            k_norm=attention.k_norm.weight,
+            o_proj=attention.o_proj.weight,
+            post_attention_layernorm=self.post_attention_layernorm.weight,
+            gate_proj=mlp.gate_proj.weight,
+            up_proj=mlp.up_proj.weight,
+            down_proj=mlp.down_proj.weight,
+        )
+
+
+@dataclass
+class ContextCache:
+    """Inference: keys and values of the committed context, one growing buffer a layer. Filled by
+    `Drafter.extend`.
+    """
+
+    length: int = 0
+    """Context tokens held: positions 0 .. length-1."""
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def append(self, more: Context) -> None:
+        """Add tokens at the end; buffers grow by doubling."""
+        added = more.keys[0].shape[0]
+        needed = self.length + added
+        for buffers, news in ((self.keys, more.keys), (self.values, more.values)):
+            for i, new in enumerate(news):
+                if len(buffers) <= i:
+                    buffers.append(new.new_empty((max(64, needed), *new.shape[1:])))
+                elif buffers[i].shape[0] < needed:
+                    grown = new.new_empty((max(needed, 2 * buffers[i].shape[0]), *new.shape[1:]))
+                    grown[: self.length] = buffers[i][: self.length]
+                    buffers[i] = grown
+                buffers[i][self.length : needed] = new
+        self.length = needed
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens at positions >= length."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot crop a context of {self.length} tokens to {length}")
+        self.length = length
+
+
+class Drafter(nn.Module):
+    """fc, hidden_norm, draft layers and norm; embedding and head are the target's and are passed in, never
+    held.
+
+    `state_dict()` has exactly the tensors of an exported folder. Parameters are float32 masters when
+    training; `compute_dtype` is the type of products and activations.
+    """
+
+    def __init__(self, config: DrafterConfig, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        taps = len(config.tap_layer_ids)
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._context: Callable[..., Context] = context_keys_values
+        self._layer: Callable[..., Tensor] = draft_layer
+        self._final: Callable[..., Tensor] = final_norm
+
+    def init_weights(self, seed: int, std: float = 0.02) -> None:
+        """Draw all matrices from a normal distribution, in a fixed order on the CPU, so that every rank draws
+        the same.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            with torch.no_grad():
+                if parameter.ndim == 1:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def compile_regions(self, *, checkpoint_layers: bool = False, mode: str | None = None) -> None:
+        """Compile the three regions of the forward: the context once, one graph for all layers, the last
+        norm.
+
+        Shapes are static (dynamic=False) and a graph break is an error (fullgraph=True), so flex attention
+        can never fall back to its unfused eager form unnoticed.
+        """
+        layer = checkpointed_draft_layer if checkpoint_layers else draft_layer
+        self._context = torch.compile(context_keys_values, dynamic=False, fullgraph=True, mode=mode)
+        self._layer = torch.compile(layer, dynamic=False, fullgraph=True, mode=mode)
+        self._final = torch.compile(final_norm, dynamic=False, fullgraph=True, mode=mode)
+
+    def checkpoint_layers(self) -> None:
+        """Recompute the layers in backward, uncompiled (tests, CPU)."""
+        self._layer = checkpointed_draft_layer
+
+    def layer_weights(self) -> tuple[LayerWeights, ...]:
+        """Return the weights of all draft layers, first layer first."""
+        return tuple(cast(DraftLayer, layer).weights() for layer in self.layers)
+
+    @property
+    def shape(self) -> LayerShape:
+        """Constants of the arithmetic."""
+        c = self.config
+        return LayerShape(c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, self.compute_dtype)
+
+    def context(self, taps_CE: Tensor, position_C: Tensor) -> Context:
+        """Return each layer's keys and values of context tokens at these positions of their documents.
+
+        `taps_CE` [C, L*D] holds the taps concatenated in the order of `tap_layer_ids`; rows without a token
+        must be finite.
+        """
+        c = self.config
+        cos_CF, sin_CF = rotary_tables(position_C, c.rope_theta, c.head_dim)
+        weights = self.layer_weights()
+        return self._context(
+            taps_CE, self.fc.weight, self.hidden_norm.weight, weights, cos_CF, sin_CF, self.shape
+        )
+
+    def forward(
+        self,
+        taps_CE: Tensor,
+        position_C: Tensor,
+        input_QD: Tensor,
+        position_Q: Tensor,
+        masks: dict[LayerType, BlockMask | Tensor],
+    ) -> Tensor:
+        """Training: one packed row to final hidden states [Q, D] of all slots, ready for the target's head.
+
+        `input_QD` are the target's embeddings of [anchor token, MASK, ...] block after block, `position_Q` =
+        anchor's position + slot, `masks` one attention mask a kind of layer (see `dflash_core.mask`).
+        """
+        context = self.context(taps_CE, position_C)
+        return self.slots(context, input_QD, position_Q, masks)
+
+    def slots(
+        self,
+        context: Context,
+        input_QD: Tensor,
+        position_Q: Tensor,
+        masks: dict[LayerType, BlockMask | Tensor],
+    ) -> Tensor:
+        """The layers and the last norm over the slots, given the context's keys and values."""
+        c = self.config
+        cos_QF, sin_QF = rotary_tables(position_Q, c.rope_theta, c.head_dim)
+        x_QD = input_QD.to(self.compute_dtype)
+        for i, weights in enumerate(self.layer_weights()):
+            x_QD = self._layer(
+                x_QD,
+                context.keys[i],
+                context.values[i],
+                weights,
+                cos_QF,
+                sin_QF,
+                masks[c.types[i]],
+                self.shape,
+            )
+        return self._final(x_QD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
+
+    @torch.no_grad()
+    def extend(self, cache: ContextCache, taps_TE: Tensor) -> None:
+        """Inference: append the taps of the next T committed tokens to the context (positions follow on)."""
+        position_T = torch.arange(cache.length, cache.length + taps_TE.shape[0], device=taps_TE.device)
+        c = self.config
+        cos_TF, sin_TF = rotary_tables(position_T, c.rope_theta, c.head_dim)
+        weights = self.layer_weights()
+        cache.append(
+            context_keys_values(
+                taps_TE, self.fc.weight, self.hidden_norm.weight, weights, cos_TF, sin_TF, self.shape
+            )
+        )
+
+    @torch.no_grad()
+    def draft(self, cache: ContextCache, input_KD: Tensor) -> Tensor:
+        """Inference: final hidden states [K, D] of one block whose anchor has position `cache.length`.
+
+        `input_KD` are the target's embeddings of [last committed token, MASK, ...]; fewer than block_size
+        slots are allowed. The context holds the tokens before the anchor. The cache is not changed: the
+        block's own keys are thrown away.
+        """
+        c = self.config
+        slots = input_KD.shape[0]
+        position_K = torch.arange(cache.length, cache.length + slots, device=input_KD.device)
+        cos_KF, sin_KF = rotary_tables(position_K, c.rope_theta, c.head_dim)
+        x_KD = input_KD.to(self.compute_dtype)
+        for i, weights in enumerate(self.layer_weights()):
+            window = c.window_of(i)
+            mask = None if window is None else _sliding_mask(cache.length, position_K, window)
+            keys, values = cache.keys[i][: cache.length], cache.values[i][: cache.length]
+            x_KD = draft_layer(x_KD, keys, values, weights, cos_KF, sin_KF, mask, self.shape)
+        return final_norm(x_KD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
+
+
+def _sliding_mask(length: int, position_K: Tensor, window: int) -> Tensor:
+    """Bool [K, length + K]: causal inside the block, and no further back than the window of each slot."""
+    key_position_S = torch.arange(length + position_K.shape[0], device=position_K.device)
+    distance_KS = position_K[:, None] - key_position_S[None, :]
+    return (distance_KS >= 0) & (distance_KS < window)
