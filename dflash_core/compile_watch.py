@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from pydantic import Field
 
@@ -129,11 +129,9 @@ class Watch:
         """Watch the folder that the launcher named. Without a launcher the start counts as cold."""
         root = variables.get("TORCHINDUCTOR_CACHE_DIR")
         state = variables.get(START_VARIABLE, "cold")
-        if state not in ("restored", "local", "cold"):
-            raise ValueError(
-                f"{START_VARIABLE} is {state!r}; the launcher sets it to restored, local or cold"
-            )
-        return cls(Path(root) if root else None, state, variables.get(FINGERPRINT_VARIABLE))  # type: ignore[arg-type]
+        if state not in get_args(StartState):
+            raise UserError(f"{START_VARIABLE} is {state!r}; it must be restored, local or cold")
+        return cls(Path(root) if root else None, cast(StartState, state), variables.get(FINGERPRINT_VARIABLE))
 
     def start(self) -> Watch:
         """Begin to count. Call it before the first compiled call; `torch._dynamo.reset()` ends it."""
