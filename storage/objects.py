@@ -1,17 +1,25 @@
-"""Objects by key on a local folder or an S3 bucket: created once, atomically, and read by range. The only boto3 user."""
+"""Objects by key, on a local folder or S3: created once, atomically, and read by range. Alone names boto3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
+from urllib.parse import unquote, urlsplit
 
 from dflash_core.configuration import Config, UserError
 
 
 class StoreError(UserError):
-    """The store cannot be used as asked (address, permission, space, network): the message says how to mend it."""
+    """The store cannot be used as asked (address, permission, space, network)."""
 
 
 class ObjectExists(StoreError):
@@ -20,6 +28,10 @@ class ObjectExists(StoreError):
 
 class ObjectNotFound(StoreError):
     """There is no object of this key."""
+
+
+class ObjectTruncated(StoreError):
+    """An object ends before the bytes that were asked for."""
 
 
 class StoreConfig(Config):
@@ -50,7 +62,7 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """Objects below one root. Keys are relative to it, with "/" between their parts. Threads may share a store."""
+    """Objects below one root. Keys are relative to it ("a/b/c"). Threads may share a store."""
 
     uri: str
     """Address of the root, without credentials: file:///abs/path or s3://bucket/prefix."""
@@ -65,16 +77,16 @@ class Store(Protocol):
         """As `put_file`, for data in memory."""
 
     def replace(self, key: str, data: bytes, etag: str) -> None:
-        """Replace an object if it still has this etag. Raises ObjectExists when somebody changed it, ObjectNotFound."""
+        """Replace an object that still has this etag. Raises ObjectExists (it has changed), ObjectNotFound."""
 
     def get(self, key: str) -> bytes:
         """Return the whole object. Raises ObjectNotFound."""
 
     def get_range(self, key: str, start: int, size: int) -> bytes:
-        """Return exactly `size` bytes from `start`. Raises ObjectNotFound; StoreError when the object is shorter."""
+        """Return exactly `size` bytes from `start`. Raises ObjectNotFound, ObjectTruncated."""
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill a writable byte buffer from `start`; long reads go in parallel. Errors as in `get_range`."""
+        """Fill a writable buffer of bytes from `start`; long reads go in parallel. Errors: see `get_range`."""
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable file for reading, each read a range read (what pyarrow wants)."""
@@ -88,7 +100,9 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; silent when there is none."""
 
-    def abort_unfinished(self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False) -> list[str]:
+    def abort_unfinished(
+        self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False
+    ) -> Sequence[str]:
         """Remove what killed writers left (multipart uploads, temporary files) and name the keys meant.
 
         `older_than` is in seconds: younger ones may belong to a living writer.
@@ -104,4 +118,402 @@ def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
     Keys, endpoint and region of S3 come from the usual AWS_* variables and files.
     Raises StoreError for another scheme or an address that carries credentials.
     """
-    raise NotImplementedError
+    from storage.local_objects import LocalStore
+
+    text = str(uri)
+    if "://" not in text:
+        return LocalStore(Path(text))
+    parts = urlsplit(text)
+    if "@" in parts.netloc:
+        raise StoreError(
+            f"the {parts.scheme}:// address carries credentials: leave them out and set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY instead"
+        )
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise StoreError(f"{text}: write file:///absolute/path (three slashes)")
+        return LocalStore(Path(unquote(parts.path)))
+    if parts.scheme == "s3":
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", parts.netloc):
+            raise StoreError(f"{text}: write s3://bucket/prefix; {parts.netloc!r} is no name of a bucket")
+        return S3Store(
+            _connect(config or StoreConfig()), parts.netloc, text.split("://", 1)[1].partition("/")[2]
+        )
+    raise StoreError(f"{text}: a store is a local path, file:///path or s3://bucket/prefix")
+
+
+def check_key(key: str) -> str:
+    """Return `key` when it is a plain relative key. Raises StoreError."""
+    if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
+        raise StoreError(f"{key!r} is no key of an object: write a/b/c, relative, without '..'")
+    return key
+
+
+@contextmanager
+def open_source(source: Path | BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield (descriptor, size) of what `put_file` was given."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            yield file.fileno(), os.fstat(file.fileno()).st_size
+    else:
+        source.flush()
+        yield source.fileno(), os.fstat(source.fileno()).st_size
+
+
+class RangeFile(io.RawIOBase):
+    """A read-only seekable file over range reads of one object."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key, self._size, self._position = store, key, store.head(key).size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        size = max(0, min(len(view), self._size - self._position))
+        if size:
+            self._store.read_into(self._key, self._position, view[:size])
+        self._position += size
+        return size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Connection:
+    """One boto3 client and what is needed to speak of its errors without its secrets."""
+
+    client: Any
+    config: StoreConfig
+    checksum: str | None
+    secrets: tuple[str, ...]
+
+
+def _connect(config: StoreConfig) -> _Connection:
+    """Make the client. Payloads are unsigned, the checksum guards them: signing would hash every byte."""
+    import boto3
+    from botocore.config import Config as BotoConfig
+
+    session = boto3.session.Session()
+    region = session.region_name or "us-east-1"
+
+    def client(style: str) -> Any:
+        settings = BotoConfig(
+            signature_version="s3v4",
+            s3={"addressing_style": style, "payload_signing_enabled": False},
+            retries={"mode": "standard", "max_attempts": config.attempts},
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+            max_pool_connections=64,
+            # What is read is checked against the digests in the commit records, range reads too.
+            response_checksum_validation="when_required",
+        )
+        with _translated(None, "opening the store"):
+            return session.client("s3", region_name=region, config=settings)
+
+    made = client("auto")
+    if ".amazonaws.com" not in made.meta.endpoint_url:
+        made = client("path")
+    wanted = made.meta.config.request_checksum_calculation != "when_required"
+    name = "CRC64NVME" if importlib.util.find_spec("awscrt") else "CRC32"
+    credentials = session.get_credentials()
+    frozen = credentials.get_frozen_credentials() if credentials else ()
+    secrets = tuple(secret for secret in frozen if isinstance(secret, str) and secret)
+    return _Connection(client=made, config=config, checksum=name if wanted else None, secrets=secrets)
+
+
+_MISSING = {"NoSuchKey", "404", "NotFound"}
+_TAKEN = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
+_REFUSED = {"AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
+
+
+def _code(error: Exception) -> str:
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+
+
+def _tries_before(error: Exception) -> int:
+    """How often botocore repeated the request: if it did, the first try may have succeeded."""
+    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("RetryAttempts", 0))
+
+
+@contextmanager
+def _translated(connection: _Connection | None, what: str) -> Iterator[None]:
+    """Turn botocore's errors into ours, without secrets and without the chain that might carry them."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        text = str(error)
+        for secret in connection.secrets if connection else ():
+            text = text.replace(secret, "***")
+        raise _our_error(_code(error), what, f"{type(error).__name__}: {text}") from None
+
+
+def _our_error(code: str, what: str, text: str) -> StoreError:
+    if code in _MISSING:
+        return ObjectNotFound(f"{what}: there is no such object")
+    if code in _TAKEN:
+        return ObjectExists(f"{what}: the key is taken, or the object has changed")
+    if code == "InvalidRange":
+        return ObjectTruncated(f"{what}: the object is shorter than it should be")
+    if code == "NoSuchBucket":
+        return StoreError(f"{what}: the bucket does not exist; create it first")
+    if code in _REFUSED:
+        return StoreError(
+            f"{what}: the server refused these credentials ({code}); check AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and the bucket's policy"
+        )
+    return StoreError(f"{what} failed: {text}")
+
+
+class _BodyCut(Exception):
+    """A response began well and its body did not arrive whole; botocore does not repeat such a request."""
+
+
+@contextmanager
+def _cut_bodies() -> Iterator[None]:
+    from botocore.exceptions import HTTPClientError, IncompleteReadError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except (IncompleteReadError, HTTPClientError, HTTPError, EOFError, OSError) as error:
+        raise _BodyCut(type(error).__name__) from None
+
+
+class S3Store:
+    """Store on any S3-compatible server with conditional writes (If-None-Match, If-Match)."""
+
+    def __init__(self, connection: _Connection, bucket: str, prefix: str) -> None:
+        self._connection, self._client, self._config = connection, connection.client, connection.config
+        self._bucket, self._prefix = bucket, prefix.strip("/") + "/" if prefix.strip("/") else ""
+        self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
+
+    def child(self, folder: str) -> S3Store:
+        return S3Store(self._connection, self._bucket, self._prefix + check_key(folder))
+
+    def _where(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+
+    def _translated(self, doing: str, key: str) -> Any:
+        return _translated(self._connection, f"{doing} {self.uri}/{key}")
+
+    @property
+    def _checksum(self) -> dict[str, str]:
+        return {"ChecksumAlgorithm": self._connection.checksum} if self._connection.checksum else {}
+
+    # Writing.
+
+    def put_bytes(self, key: str, data: bytes, *, overwrite: bool = False) -> None:
+        condition = {} if overwrite else {"IfNoneMatch": "*"}
+        self._put(key, data, condition)
+
+    def replace(self, key: str, data: bytes, etag: str) -> None:
+        self._put(key, data, {"IfMatch": etag})
+
+    def _put(self, key: str, data: bytes, condition: dict[str, str]) -> None:
+        def put() -> None:
+            self._client.put_object(**self._where(key), Body=data, **condition, **self._checksum)
+
+        self._settle(key, put, lambda: self.get(key) == data)
+
+    def put_file(self, key: str, source: Path | BinaryIO, *, overwrite: bool = False) -> None:
+        condition = {} if overwrite else {"IfNoneMatch": "*"}
+        with open_source(source) as (descriptor, size):
+            if size <= self._config.part_bytes:
+                return self._put(key, os.pread(descriptor, size, 0), condition)
+            if condition and self._exists(
+                key
+            ):  # an early look saves an upload; the condition is what decides
+                raise ObjectExists(f"putting {self.uri}/{key}: the key is taken")
+            self._multipart(key, descriptor, size, condition)
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.head(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _multipart(self, key: str, descriptor: int, size: int, condition: dict[str, str]) -> None:
+        where, checksum = self._where(key), self._checksum
+        part_bytes = max(self._config.part_bytes, -(-size // 9_000))  # S3 allows 10,000 parts
+        with self._translated("starting the upload of", key):
+            upload = self._client.create_multipart_upload(**where, **checksum)["UploadId"]
+
+        def send(number: int) -> dict[str, Any]:
+            offset = (number - 1) * part_bytes
+            body = os.pread(descriptor, min(part_bytes, size - offset), offset)
+            answer = self._client.upload_part(
+                **where, UploadId=upload, PartNumber=number, Body=body, **checksum
+            )
+            sums = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
+            return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+
+        def complete() -> None:
+            self._client.complete_multipart_upload(
+                **where, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+            )
+
+        try:
+            with self._translated("uploading", key), ThreadPoolExecutor(self._config.threads) as pool:
+                parts = list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
+            self._settle(key, complete, lambda: self._holds(key, descriptor, size))
+        except BaseException:
+            # Where this fails too, `abort_unfinished` finds the upload later.
+            with suppress(StoreError), self._translated("aborting the upload of", key):
+                self._client.abort_multipart_upload(**where, UploadId=upload)
+            raise
+
+    def _settle(self, key: str, write: Callable[[], None], is_ours: Callable[[], bool]) -> None:
+        """Run a write whose answer may be lost: when it is unclear whether it took place, look.
+
+        botocore repeats a request whose answer it never saw, and the repetition then meets its own success:
+        with a condition that is 412, after a completed upload 404. Contents equal to ours settle it.
+        409 means that another request was in the way and nothing was done: try again.
+        """
+        from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+
+        with self._translated("putting", key):
+            for wait in (0.1, 0.5, 2.0, None):
+                try:
+                    return write()
+                except ClientError as error:
+                    code = _code(error)
+                    if code in ("ConditionalRequestConflict", "409") and wait is not None:
+                        time.sleep(wait)
+                        continue
+                    unclear = _tries_before(error) > 0 and code in _TAKEN | {"NoSuchUpload"}
+                    if unclear and self._looks(is_ours):
+                        return
+                    raise
+                except (HTTPClientError, ConnectionError):
+                    if self._looks(is_ours):
+                        return
+                    raise
+
+    def _looks(self, is_ours: Callable[[], bool]) -> bool:
+        try:
+            return is_ours()
+        except StoreError:
+            return False
+
+    def _holds(self, key: str, descriptor: int, size: int) -> bool:
+        """Compare an object with a local file, byte by byte."""
+        if self.head(key).size != size:
+            return False
+        step = self._config.part_bytes
+        ranges = ((start, min(step, size - start)) for start in range(0, size, step))
+        return all(self.get_range(key, start, n) == os.pread(descriptor, n, start) for start, n in ranges)
+
+    # Reading.
+
+    def get(self, key: str) -> bytes:
+        def read() -> bytes:
+            body = self._client.get_object(**self._where(key))["Body"]
+            with _cut_bodies():
+                return cast(bytes, body.read())
+
+        return cast(bytes, self._patiently(key, read, lambda: 0))
+
+    def get_range(self, key: str, start: int, size: int) -> bytes:
+        buffer = bytearray(size)
+        self.read_into(key, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        step = self._config.part_bytes
+        if len(buffer) <= 2 * step:
+            return self._read_piece(key, start, buffer)
+        offsets = range(0, len(buffer), step)
+        with ThreadPoolExecutor(self._config.threads) as pool:
+            list(pool.map(lambda o: self._read_piece(key, start + o, buffer[o : o + step]), offsets))
+
+    def _read_piece(self, key: str, start: int, buffer: memoryview) -> None:
+        """Read one range with one request; a body that is cut is continued where it ended."""
+        done = 0
+
+        def read() -> None:
+            nonlocal done
+            wanted = f"bytes={start + done}-{start + len(buffer) - 1}"
+            answer = self._client.get_object(**self._where(key), Range=wanted)
+            if answer["ContentLength"] < len(buffer) - done:
+                raise ObjectTruncated(f"reading {self.uri}/{key}: the object is shorter than it should be")
+            body = answer["Body"]
+            with _cut_bodies():
+                while done < len(buffer):
+                    got = body.readinto(buffer[done:])
+                    if not got:
+                        raise EOFError("the body ended early")
+                    done += got
+                body.close()
+
+        if len(buffer):
+            self._patiently(key, read, lambda: done)
+
+    def _patiently(self, key: str, read: Callable[[], Any], progress: Callable[[], int]) -> Any:
+        """Repeat a read whose body was cut; tries count only while nothing arrives."""
+        tries, before = 0, progress()
+        with self._translated("reading", key):
+            while True:
+                try:
+                    return read()
+                except _BodyCut as error:
+                    tries = 0 if progress() > before else tries + 1
+                    before = progress()
+                    if tries >= self._config.attempts:
+                        text = f"reading {self.uri}/{key}: the connection was cut {tries} times"
+                        raise StoreError(f"{text} ({error})") from None
+                    time.sleep(min(0.1 * 2**tries, 5.0))
+
+    def open(self, key: str) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(RangeFile(self, key), 1 << 18))
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._translated("looking at", key):
+            answer = self._client.head_object(**self._where(key))
+        modified = answer["LastModified"].timestamp()
+        return ObjectInfo(key=key, size=answer["ContentLength"], etag=answer["ETag"], modified=modified)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._translated("listing", prefix):
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+                for item in page.get("Contents", ()):
+                    key, modified = item["Key"][len(self._prefix) :], item["LastModified"].timestamp()
+                    yield ObjectInfo(key=key, size=item["Size"], etag=item["ETag"], modified=modified)
+
+    # Removing.
+
+    def delete(self, key: str) -> None:
+        with self._translated("deleting", key):
+            self._client.delete_object(**self._where(key))
+
+    def abort_unfinished(
+        self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False
+    ) -> Sequence[str]:
+        keys = []
+        pages = self._client.get_paginator("list_multipart_uploads")
+        with self._translated("listing unfinished uploads of", prefix):
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+                for upload in page.get("Uploads", ()):
+                    if time.time() - upload["Initiated"].timestamp() < older_than:
+                        continue
+                    keys.append(upload["Key"][len(self._prefix) :])
+                    if not dry_run:
+                        with suppress(ObjectNotFound), self._translated("aborting", keys[-1]):
+                            self._client.abort_multipart_upload(
+                                Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                            )
+        return keys
