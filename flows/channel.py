@@ -6,6 +6,7 @@ Standard library only. The parent's end is `flows.launch`. Messages are objects 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -43,7 +44,8 @@ class Channel:
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:
-        for line in sys.stdin:
+        # Unbuffered: at exit, Python would wait for the lock that this thread holds on a buffered file.
+        for line in io.FileIO(0, closefd=False):
             self._jobs.put(json.loads(line))
         self._jobs.put(None)
         if self._busy.is_set():

@@ -15,10 +15,10 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from flows.launch import OnMessage, ignore, python_module
 
 SHUTDOWN_S = 10
 """How long ranks may take to end after SIGTERM."""
-TAIL_LINES = 40
+TAIL_LINES = 80
 
 
 class RanksFailed(RuntimeError):
@@ -58,26 +58,25 @@ def run_ranks(
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
     if not gpus:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    with tempfile.TemporaryDirectory(prefix="dflash-ranks-") as log_dir:
-        command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
-        command += [f"--log-dir={log_dir}", *(["--virtual-local-rank"] if gpus else []), "-m", module]
-        process = subprocess.Popen(
-            [*command, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=env,
-            start_new_session=True,
-        )
-        try:
-            first_error, tail = _follow(process, silence_timeout_s, on_message)
-            code = process.wait()
-        finally:
-            _end(process)
-        if code != 0:
-            _raise(code, first_error or _error_file(Path(log_dir)), tail)
+    command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
+    command += [*(["--virtual-local-rank"] if gpus else []), "-m", module, *arguments]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        first_error, tail = _follow(process, silence_timeout_s, on_message)
+        code = process.wait()
+    finally:
+        _end(process)
+    if code != 0:
+        _raise(code, first_error, tail)
 
 
 def _follow(
@@ -119,27 +118,14 @@ def _parse(line: str) -> dict[str, Any]:
     return {"kind": "stderr", "text": line}
 
 
-def _error_file(log_dir: Path) -> dict[str, Any] | None:
-    """Return the earliest error that torchrun's `record` decorator left behind, if any."""
-    errors = []
-    for path in log_dir.rglob("error.json"):
-        message = json.loads(path.read_text())["message"]
-        if isinstance(message, str):
-            message = {"message": message}
-        info = message.get("extraInfo", {})
-        errors.append((str(info.get("timestamp", "")), str(message["message"]), info.get("py_callstack", "")))
-    if not errors:
-        return None
-    _, text, stack = min(errors)
-    return {"kind": "error", "user": text.startswith("UserError: "), "text": text, "traceback": stack}
-
-
 def _raise(code: int, error: dict[str, Any] | None, tail: list[str]) -> None:
     if error is None:
         raise RanksFailed(f"the ranks ended with exit code {code}; last lines:\n" + "\n".join(tail))
     if error.get("user"):
-        raise UserError(str(error["text"]).removeprefix("UserError: "))
-    raise RanksFailed(f"{error['text']}\n{error.get('traceback', '')}".rstrip())
+        raise UserError(error["text"])
+    raise RanksFailed(
+        f"rank {error['rank']}: {error['type']}: {error['text']}\n{error['traceback']}".rstrip()
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -174,16 +160,37 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies; for ranks, called from their main thread."""
+def say(kind: str, **fields: Any) -> None:
+    """Send one message from a rank to the parent."""
+    # One write of one line: the ranks share the pipe.
+    sys.stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def serve_rank(main: Callable[[], None]) -> None:
+    """Be a rank: run `main`, tell the parent of an error, and die when torchrun does. For the main thread."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001  the parent must hear of every failure, whatever its type
+        say(
+            "error",
+            rank=int(os.environ["RANK"]),
+            user=isinstance(error, UserError),
+            type=type(error).__name__,
+            text=str(error) or type(error).__name__,
+            traceback="".join(traceback.format_exception(error)),
+        )
+        sys.exit(1)
 
 
-def _end_with_stdin() -> None:
-    """Wait for stdin to close, then let torchrun's own handler end the ranks."""
-    sys.stdin.buffer.read()
+def _end_with(line: int) -> None:
+    """Wait for the other end of the line to close, then let torchrun's own handler end the ranks."""
+    # Not through a buffered file: at exit, Python would wait for the lock that this thread holds on it.
+    while os.read(line, 1024):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -193,8 +200,7 @@ def main() -> None:
     line = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123  a device, not a path of ours
         os.dup2(nothing.fileno(), 0)
-    sys.stdin = os.fdopen(line, "r")
-    threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
+    threading.Thread(target=_end_with, args=(line,), name="line to parent", daemon=True).start()
     from torch.distributed.run import main as torchrun
 
     torchrun(sys.argv[1:])

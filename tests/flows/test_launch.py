@@ -1,0 +1,162 @@
+"""Workers that die, hang, fail and lose their parent: real processes, real signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.configuration import UserError
+from flows.channel import ORPHANED
+from flows.launch import JobFailed, PoolClosed, WorkerDied, WorkerPool
+
+TOY = [sys.executable, str(Path(__file__).parent / "toy_worker.py")]
+
+
+def pool(slots: tuple[str, ...] = ("cpu",), silence_s: float = 20.0, **setup: Any) -> WorkerPool:
+    return WorkerPool(slots, TOY, setup, start_timeout_s=30, silence_timeout_s=silence_s)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while alive(pid):
+        assert time.monotonic() < end, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+def test_a_worker_lives_from_job_to_job_and_its_words_arrive() -> None:
+    heard: list[dict[str, Any]] = []
+    with pool(("3,4",)) as workers:
+        first, worker = workers.run({"id": 1}, heard.append)
+        second, _ = workers.run({"id": 2}, heard.append)
+    assert (first["id"], second["id"]) == (1, 2)
+    assert first["pid"] == second["pid"] and worker.starts == 1
+    assert first["gpus"] == "3,4"
+    assert {"kind": "log", "level": "INFO", "text": "job 1"} in heard
+    assert any(m["kind"] == "stderr" and "noise on stdout" in m["text"] for m in heard)
+    wait_until_gone(first["pid"])
+
+
+def test_a_killed_worker_is_replaced_and_says_its_last_words() -> None:
+    with pool() as workers:
+        before, _ = workers.run({"id": 0})
+        with pytest.raises(WorkerDied, match=r"(?s)killed by SIGKILL.*about to die"):
+            workers.run({"id": 1, "fault": "kill"})
+        after, worker = workers.run({"id": 1})
+    assert after["pid"] != before["pid"] and worker.starts == 2
+
+
+def test_a_silent_worker_is_killed_with_everything_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    with pool(silence_s=1.5) as workers:
+        busy, _ = workers.run({"id": 0, "steps": 4, "seconds": 0.6})  # longer than the limit, but not silent
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"said nothing for 1\.5 s"):
+            workers.run({"id": 1, "fault": "child", "pid_file": str(pid_file)})
+        assert time.monotonic() - began < 10
+        wait_until_gone(busy["pid"])
+        wait_until_gone(int(pid_file.read_text()))
+        assert workers.run({"id": 1})[0]["id"] == 1
+
+
+def test_errors_of_a_job_leave_the_worker_alive_unless_it_cannot_be_trusted() -> None:
+    with pool() as workers:
+        with pytest.raises(JobFailed, match=r"(?s)RuntimeError: something broke.*Traceback"):
+            workers.run({"id": 1, "fault": "error"})
+        with pytest.raises(UserError, match=r"^mend this$"):
+            workers.run({"id": 1, "fault": "user"})
+        assert workers.workers[0].starts == 1
+        with pytest.raises(WorkerDied, match="illegal memory access") as caught:
+            workers.run({"id": 1, "fault": "unusable"})
+        assert caught.value.worker is workers.workers[0]
+        workers.run({"id": 2})
+        assert workers.workers[0].starts == 2
+
+
+def test_the_next_try_goes_elsewhere_when_there_is_a_choice() -> None:
+    with pool(("cpu", "cpu")) as workers:
+        _, first = workers.run({"id": 1})
+        _, second = workers.run({"id": 2}, avoid=first)
+        assert second is not first
+        _, third = workers.run({"id": 3}, avoid=second)
+        assert third is not second
+
+
+def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
+    with pool(refuse=True) as workers, pytest.raises(UserError, match="this set-up is refused"):
+        workers.run({"id": 1})
+    with pool(crash=True) as workers:
+        for _ in range(3):
+            with pytest.raises(WorkerDied, match="exit code 3"):
+                workers.run({"id": 1})
+        with pytest.raises(PoolClosed, match="no worker can be started"):
+            workers.run({"id": 1})
+
+
+def test_closing_the_pool_ends_busy_workers_at_once_and_frees_who_waits() -> None:
+    workers = pool()
+    first, _ = workers.run({"id": 0})
+    outcomes: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            workers.run({"id": 1, "seconds": 3600})
+        except PoolClosed as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    workers.close()
+    for thread in threads:
+        thread.join(10)
+    assert len(outcomes) == 2
+    assert time.monotonic() - began < 5
+    wait_until_gone(first["pid"])
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from flows.launch import WorkerPool
+pool = WorkerPool(["cpu"], {TOY!r}, {{}})
+print(pool.run({{"id": 0}})[0]["pid"], flush=True)
+pool.run({{"id": 1, "seconds": 3600}})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.5)
+    assert alive(pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until_gone(pid)
+
+
+def test_an_orphan_says_so_in_its_exit_code() -> None:
+    worker = subprocess.Popen(
+        TOY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write('{}\n{"id": 1, "seconds": 3600}\n')
+    worker.stdin.flush()
+    while "progress" not in worker.stdout.readline():
+        pass
+    worker.stdin.close()
+    assert worker.wait(10) == ORPHANED

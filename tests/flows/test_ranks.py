@@ -1,0 +1,70 @@
+"""Ranks under torchrun: their messages, their errors, and that none is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from dflash_core.configuration import UserError
+from flows.ranks import RanksFailed, run_ranks
+from tests.flows.test_launch import wait_until_gone
+
+TOY = "tests.flows.toy_rank"
+
+
+def hellos(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted((m for m in messages if m["kind"] == "hello"), key=lambda m: m["rank"])
+
+
+def test_ranks_speak_and_end() -> None:
+    heard: list[dict[str, Any]] = []
+    run_ranks(TOY, ["fine"], ranks=2, on_message=heard.append)
+    assert [(m["rank"], m["world"]) for m in hellos(heard)] == [(0, "2"), (1, "2")]
+
+
+def test_the_first_ranks_error_is_the_error_and_ends_the_others() -> None:
+    heard: list[dict[str, Any]] = []
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1: RuntimeError: it broke.*Traceback"):
+        run_ranks(TOY, ["error"], ranks=2, on_message=heard.append)
+    for message in hellos(heard):
+        wait_until_gone(message["pid"])
+    with pytest.raises(UserError, match=r"^mend this$"):
+        run_ranks(TOY, ["user"], ranks=2)
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(TOY, ["kill"], ranks=2)
+
+
+def test_silent_ranks_are_ended() -> None:
+    heard: list[dict[str, Any]] = []
+    with pytest.raises(RanksFailed, match="no rank said anything for 8 s"):
+        run_ranks(TOY, ["hang"], ranks=1, silence_timeout_s=8, on_message=heard.append)
+    wait_until_gone(hellos(heard)[0]["pid"])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
+    script = f"""
+from flows.ranks import run_ranks
+run_ranks({TOY!r}, ["hang"], ranks=2, on_message=lambda m: print(m.get("pid", ""), flush=True))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        if line := parent.stdout.readline().strip():
+            pids.append(int(line))
+    time.sleep(0.2)
+    parent.send_signal(how)
+    parent.wait(20)
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_gpus_and_ranks_must_agree() -> None:
+    with pytest.raises(UserError, match="3 ranks need 3 GPUs"):
+        run_ranks(TOY, [], ranks=3, gpus=["0", "1"])
