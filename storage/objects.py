@@ -77,7 +77,7 @@ class Store(Protocol):
         """As `put_file`, for data in memory."""
 
     def replace(self, key: str, data: bytes, etag: str) -> None:
-        """Replace an object that still has this etag. Raises ObjectExists (it has changed), ObjectNotFound."""
+        """Replace an object that still has this etag. Raises ObjectExists (changed), ObjectNotFound."""
 
     def get(self, key: str) -> bytes:
         """Return the whole object. Raises ObjectNotFound."""
@@ -86,7 +86,7 @@ class Store(Protocol):
         """Return exactly `size` bytes from `start`. Raises ObjectNotFound, ObjectTruncated."""
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill a writable buffer of bytes from `start`; long reads go in parallel. Errors: see `get_range`."""
+        """Fill a writable buffer of bytes from `start`; long reads go in parallel. Errors as `get_range`."""
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable file for reading, each read a range read (what pyarrow wants)."""

@@ -10,7 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from tests.storage.seaweed import s3, s3_uri
 from tests.tiny import write_tiny_target
+
+__all__ = ["s3", "s3_uri"]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BUCKET = "activations"
 
 
@@ -141,3 +143,18 @@ def running_server(root: Path) -> Iterator[SeaweedServer]:
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """One server for the whole session, with an empty bucket; tests choose prefixes of their own."""
+    with running_server(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_uri(s3: SeaweedServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of an empty prefix on the server, its keys in this process's environment."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"{s3.uri}/{request.node.name.replace('[', '-').replace(']', '')}"
