@@ -1,0 +1,47 @@
+# The daily loop. `make demo` and `make test` need nothing but Python 3.11+ and a C++ compiler.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= requirements/cpu.txt
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test tests lint types format bench quality up clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[demo,dev]'
+	touch $@
+
+demo: $(STAMP) ## chats to an accepted drafter on the CPU, in minutes (report in runs/demo)
+	$(BIN)/dflash demo --output runs/demo
+
+test: lint types tests ## lint, types and the whole test suite
+
+tests: $(STAMP) ## the test suite alone
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff, without changing anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## the benchmarks that two CPU cores can run, as JSON in runs/bench
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/codec.py --json > runs/bench/codec.json
+	$(BIN)/python benchmarks/store.py --json > runs/bench/store.json
+
+up: $(STAMP) ## Prefect server, worker and both deployments on this machine
+	$(BIN)/dflash up
+
+clean: ## remove caches and build products, keep runs/
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
