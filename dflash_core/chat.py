@@ -47,7 +47,7 @@ class TurnMarkers:
     header: str
     """Opens every assistant turn, e.g. "<|im_start|>assistant\\n"."""
     generation_prompt: str
-    """What a server appends before the target writes: the header, perhaps an open or empty think block too."""
+    """What a server appends before the target writes: the header, perhaps an open or empty think block."""
     turn_end: str
     """Special token with which the target ends its turn, e.g. "<|im_end|>"."""
 

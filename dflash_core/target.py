@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
+from torch import nn
+from transformers import AutoModel
+from transformers.utils import logging as transformers_logging
 
-from dflash_core.configuration import Config
-from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_padded
+from dflash_core.configuration import Config, UserError
+from dflash_core.parity import ParityError, check_parity
+from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec, tap_column
+from dflash_core.target_identity import (
+    check_tap_ids,
+    default_tap_ids,
+    load_text_config,
+    load_tokenizer,
+    mask_token_id,
+    target_spec,
+)
+from dflash_core.target_weights import load_embedding_and_head
+
+__all__ = [
+    "ParityError",
+    "Target",
+    "TargetConfig",
+    "TargetOutOfMemory",
+    "batches",
+    "check_parity",
+    "default_tap_ids",
+    "describe_target",
+    "load_embedding_and_head",
+    "load_target",
+    "load_tokenizer",
+    "mask_token_id",
+]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TargetConfig(Config):
@@ -20,7 +55,7 @@ class TargetConfig(Config):
     """Hub revision; a data set remembers the commit it resolved to."""
     tap_layer_ids: tuple[int, ...] | None = None
     """Layers to tap, ascending, counted from 0 (output of decoder layer i); None: `default_tap_ids`."""
-    num_taps: int = 5
+    num_taps: int = Field(default=5, ge=1)
     """How many taps the default rule gives."""
     last_hidden: Literal["no", "before_final_norm", "after_final_norm"] = "no"
     """Also capture the last hidden state; then every layer is run."""
@@ -29,70 +64,149 @@ class TargetConfig(Config):
     mask_token: int | str | None = None
     """Token that fills the masked slots; needed where the target has no default for it."""
     attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
     device_map: str | dict[str, int] | None = None
     """transformers' device_map for a target that fits no single GPU ("auto")."""
     compile_layers: bool = False
     """Run decoder layers through torch.compile. Only from the main thread of a process of its own."""
-    batch_tokens: int = 16384
+    batch_tokens: int = Field(default=16384, ge=1)
     """Tokens of a padded batch (rows x longest)."""
 
 
-class TargetOutOfMemory(RuntimeError):
-    """The device had no room for a batch; the caller halves its token budget."""
-
-
-class ParityError(RuntimeError):
-    """Captured states differ from a plain forward; the message names layer and sample."""
-
-
 class Target:
-    """A loaded target: `spec`, `capture_spec`, `tokenizer`, `model` (text body, no head), `device`, `report`."""
+    """A loaded target that captures hidden states. Build it with `load_target`."""
 
-    spec: TargetSpec
-    capture_spec: CaptureSpec
-    config: TargetConfig
-    tokenizer: Any
-    model: torch.nn.Module
-    device: torch.device
-    report: list[str]
-    """Sentences that the user must hear, e.g. that flash-linear-attention is missing."""
+    def __init__(
+        self, model: Any, tokenizer: Any, config: TargetConfig, spec: TargetSpec, capture_spec: CaptureSpec
+    ) -> None:
+        """`model` is a transformers text body: embed_tokens, layers, norm; no head."""
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.spec, self.capture_spec = spec, capture_spec
+        self.device = model.embed_tokens.weight.device
+        self.report = _warnings(model, self.device)
+        """Sentences that the user must hear, e.g. that flash-linear-attention is missing."""
+        if config.compile_layers:
+            for layer in model.layers:
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+        self._recorder = TapRecorder(model, capture_spec)
 
     def capture(self, batch: Sequence[Sample]) -> list[CapturedSample]:
-        """Run one right-padded batch and return one bf16 [T, D] tensor a column and sample, padding cut.
+        """Run one right-padded batch; one bf16 [T, D] tensor a column and sample, padding cut.
 
-        Raise TargetOutOfMemory when the device has no room.
+        The tensors are views into the batch's outputs on the target's device. Raise TargetOutOfMemory.
         """
-        raise NotImplementedError
+        states = forward_padded(self.model, self._recorder, batch, self.device)
+        columns = self.capture_spec.columns
+        return [
+            CapturedSample(
+                sample=sample, states={name: taps[name].to(self.device, torch.bfloat16) for name in columns}
+            )
+            for sample, taps in zip(batch, states, strict=True)
+        ]
+
+    def capture_exact(self, batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
+        """Like `capture`, in the target's own arithmetic (float32 stays float32): for the parity gate."""
+        return forward_padded(self.model, self._recorder, batch, self.device)
+
+    def reference(self, sample: Sample) -> dict[str, torch.Tensor]:
+        """States [T, D] of one sample from a plain uncompiled forward with output_hidden_states."""
+        ids_BT = torch.from_numpy(sample.token_ids_T).to(self.device, torch.int64)[None]
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            output = self.model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
+        self._recorder.take()
+        return _reference_columns(output, self.capture_spec, len(self.model.layers))
 
 
 def load_target(config: TargetConfig, device: str | torch.device) -> Target:
-    """Load the text model as far as the last tap (or whole, with `last_hidden`). Raise UserError."""
-    raise NotImplementedError
+    """Load the text model as far as the last tap (or whole, with `last_hidden`).
+
+    Layers behind the last tap are never read from disk, nor is the head, nor the vision part of a
+    multimodal target. Raise UserError when the target cannot be read or lacks weights.
+    """
+    spec, capture_spec = describe_target(config)
+    _, text = load_text_config(config.path, config.revision)
+    text = copy.deepcopy(text)
+    if config.last_hidden == "no":
+        text.num_hidden_layers = capture_spec.tap_layer_ids[-1] + 1
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
+    model = _load_body(config, text, torch.device(device))
+    if config.last_hidden != "after_final_norm":
+        # The norm would be run for nothing, and would make the last entry of hidden_states differ.
+        model.norm = nn.Identity()
+    tokenizer = load_tokenizer(config.path, config.revision)
+    return Target(model.eval().requires_grad_(False), tokenizer, config, spec, capture_spec)
 
 
 def describe_target(config: TargetConfig) -> tuple[TargetSpec, CaptureSpec]:
     """Identity of a target and of its capture, from its files alone; no weights are loaded."""
-    raise NotImplementedError
+    spec = target_spec(config.path, config.revision, config.mask_token)
+    if config.tap_layer_ids is None:
+        ids = default_tap_ids(spec.num_layers, config.num_taps)
+    else:
+        ids = check_tap_ids(config.tap_layer_ids, spec.num_layers)
+    return spec, CaptureSpec(tap_layer_ids=ids, last_hidden=config.last_hidden, weights_dtype=config.dtype)
 
 
-def default_tap_ids(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """Layers tapped by the rule of the DFlash paper: id_i = round(1 + i (N-4)/(n-1)); n = 1: N // 2."""
-    raise NotImplementedError
+def _load_body(config: TargetConfig, text: Any, device: torch.device) -> Any:
+    try:
+        with _quiet_transformers():
+            model, loading = AutoModel.from_pretrained(
+                config.path,
+                revision=config.revision,
+                config=text,
+                dtype=_DTYPES[config.dtype],
+                attn_implementation=config.attention,
+                device_map=_placement(config, device),
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"cannot load the target {config.path!r}: {error}") from None
+    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"{config.path!r} lacks weights of its text model, e.g. {missing[:3]} ({len(missing)} in all); "
+            "the checkpoint is incomplete or of a kind that this version of transformers does not know"
+        )
+    for part in ("embed_tokens", "layers", "norm"):
+        if not hasattr(model, part):
+            raise UserError(f"model type {text.model_type!r} has no {part!r}: it cannot be tapped")
+    return model if config.device_map is not None else model.to(device)
 
 
-def batches(samples: Sequence[Sample], token_budget: int) -> Iterator[list[Sample]]:
-    """Yield batches of samples of similar length with rows x longest <= token_budget, longest first."""
-    raise NotImplementedError
+def _placement(config: TargetConfig, device: torch.device) -> Any:
+    """Straight to the GPU where accelerate allows it: a large target need not fit the host's memory."""
+    if config.device_map is not None or device.type == "cpu":
+        return config.device_map
+    return {"": device} if importlib.util.find_spec("accelerate") else None
 
 
-def check_parity(target: Target, samples: Sequence[Sample]) -> dict[str, float]:
-    """Compare captured states with a plain forward (batch of one, output_hidden_states).
+def _reference_columns(output: Any, spec: CaptureSpec, num_loaded: int) -> dict[str, torch.Tensor]:
+    if len(output.hidden_states) != num_loaded + 1:
+        raise RuntimeError(f"{len(output.hidden_states)} hidden states for {num_loaded} layers")
+    columns = {tap_column(i): output.hidden_states[i + 1][0] for i in spec.tap_layer_ids}
+    if spec.last_hidden != "no":
+        columns[LAST_HIDDEN] = output.hidden_states[-1][0]
+    return columns
 
-    Return the worst relative error of each column. Raise ParityError naming layer and sample.
-    """
-    raise NotImplementedError
+
+def _warnings(model: Any, device: torch.device) -> list[str]:
+    hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    if hybrid and importlib.util.find_spec("fla") is None:
+        return [
+            "This target has linear-attention layers and flash-linear-attention is not installed: "
+            "transformers' reference implementation is used, which is many times slower on a GPU. "
+            "Install it with: pip install 'dflash-pipeline[gpu]'"
+        ]
+    return []
 
 
-def load_embedding_and_head(path: str, revision: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the target's embedding [V, D] and head [V, D] (the same tensor when tied) as bf16, nothing else."""
-    raise NotImplementedError
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence the load report: skipped layers and vision weights are left out on purpose."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

@@ -1,0 +1,87 @@
+"""Runs right-padded batches through a transformers text model and keeps what its tapped layers put out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dflash_core.records import LAST_HIDDEN, CaptureSpec, Sample, tap_column
+
+
+class TargetOutOfMemory(RuntimeError):
+    """The device had no room for a batch; the caller halves its token budget."""
+
+
+def batches(samples: Sequence[Sample], token_budget: int) -> Iterator[list[Sample]]:
+    """Yield batches of samples of similar length with rows x longest <= token_budget, longest first.
+
+    A sample longer than the budget comes alone. Order and grouping depend on the lengths alone.
+    """
+    order = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i))
+    batch: list[Sample] = []
+    for i in order:
+        longest = batch[0].num_tokens if batch else samples[i].num_tokens
+        if batch and (len(batch) + 1) * longest > token_budget:
+            yield batch
+            batch = []
+        batch.append(samples[i])
+    if batch:
+        yield batch
+
+
+def right_pad(batch: Sequence[Sample], device: torch.device) -> torch.Tensor:
+    """Token ids int64 [B, T] on `device`, padded on the right with 0."""
+    longest = max(sample.num_tokens for sample in batch)
+    ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
+    for row, sample in enumerate(batch):
+        ids_BT[row, : sample.num_tokens] = torch.from_numpy(sample.token_ids_T)
+    return ids_BT.to(device, non_blocking=True)
+
+
+class TapRecorder:
+    """Forward hooks that keep the outputs [B, T, D] of the tapped layers of one forward."""
+
+    def __init__(self, model: Any, spec: CaptureSpec) -> None:
+        self.outputs: dict[str, torch.Tensor] = {}
+        for layer_id in spec.tap_layer_ids:
+            self._watch(model.layers[layer_id], tap_column(layer_id))
+        if spec.last_hidden == "before_final_norm":
+            self._watch(model.layers[-1], LAST_HIDDEN)
+        elif spec.last_hidden == "after_final_norm":
+            self._watch(model.norm, LAST_HIDDEN)
+
+    def _watch(self, module: Any, column: str) -> None:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            self.outputs[column] = output[0] if isinstance(output, tuple) else output
+
+        module.register_forward_hook(keep)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the outputs of the last forward and let go of them."""
+        outputs, self.outputs = self.outputs, {}
+        return outputs
+
+
+def forward_padded(
+    model: Any, recorder: TapRecorder, batch: Sequence[Sample], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """States [T, D] of each sample and column.
+
+    No attention mask is given: attention is causal, the state of linear-attention layers runs from left
+    to right, and all padding stands on the right, so no real token sees any of it; without a mask the
+    fused causal kernels are used. Raise TargetOutOfMemory.
+    """
+    try:
+        with torch.no_grad():
+            model(input_ids=right_pad(batch, device), use_cache=False)
+    except torch.OutOfMemoryError as error:
+        recorder.take()
+        tokens = len(batch) * max(sample.num_tokens for sample in batch)
+        raise TargetOutOfMemory(f"no room on {device} for a batch of {tokens} tokens: {error}") from None
+    outputs = recorder.take()
+    return [
+        {column: states_BTD[row, : sample.num_tokens] for column, states_BTD in outputs.items()}
+        for row, sample in enumerate(batch)
+    ]
