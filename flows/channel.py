@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dflash_core.configuration import UserError
@@ -23,7 +24,8 @@ ORPHANED = 113
 """Exit code of a worker whose parent went away in the middle of a job."""
 
 Job = dict[str, Any]
-RunJob = Callable[[Job], dict[str, Any]]
+Result = dict[str, Any]
+RunJob = Callable[[Job], Result | Callable[[], Result]]
 
 
 class Unusable(RuntimeError):
@@ -83,7 +85,8 @@ class _ChannelHandler(logging.Handler):
 def serve(start: Callable[[Channel, Job], RunJob]) -> None:
     """Be a worker: take the set-up message, call `start(channel, setup)`, answer jobs with what it returned.
 
-    `start` loads whatever lives long and returns a function from a job to the fields of its "done" message.
+    `start` loads whatever lives long and returns a function from a job to the fields of its "done" message,
+    or to a function that gives them: that one runs on a second thread while the next job begins (an upload).
     An exception inside a job is told to the parent and the worker goes on, except after `Unusable`; an
     exception in `start` ends the process.
     """
@@ -98,23 +101,40 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
     try:
         run = start(channel, setup)
     except Exception as error:  # noqa: BLE001  the parent must hear of every failure, whatever its type
-        _say_error(channel, error)
+        _say_error(channel, setup["id"], error)
         sys.exit(1)
-    channel.say("ready", pid=os.getpid())
-    for job in jobs:
-        try:
-            result = run(job)
-        except Exception as error:  # noqa: BLE001  the same: told to the parent, which decides
-            _say_error(channel, error)
-            if isinstance(error, Unusable):
-                sys.exit(1)
-        else:
-            channel.say("done", **result)
+    channel.say("ready", id=setup["id"], pid=os.getpid())
+    with ThreadPoolExecutor(1, "finish") as finisher:
+        finishing: Future[None] | None = None
+        for job in jobs:
+            try:
+                result = run(job)
+            except Exception as error:  # noqa: BLE001  the same: told to the parent, which decides
+                _say_error(channel, job["id"], error)
+                if isinstance(error, Unusable):
+                    sys.exit(1)
+                continue
+            if callable(result):
+                if finishing is not None:
+                    finishing.result()  # at most one unfinished job beside the one in work
+                finishing = finisher.submit(_finish, channel, job["id"], result)
+            else:
+                channel.say("done", **result, id=job["id"])
 
 
-def _say_error(channel: Channel, error: Exception) -> None:
+def _finish(channel: Channel, job_id: int, finish: Callable[[], Result]) -> None:
+    try:
+        result = finish()
+    except Exception as error:  # noqa: BLE001  the same
+        _say_error(channel, job_id, error)
+    else:
+        channel.say("done", **result, id=job_id)
+
+
+def _say_error(channel: Channel, job_id: int, error: Exception) -> None:
     channel.say(
         "error",
+        id=job_id,
         user=isinstance(error, UserError),
         unusable=isinstance(error, Unusable),
         type=type(error).__name__,

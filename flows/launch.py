@@ -6,6 +6,7 @@ Knows nothing of Prefect, torch or what a job is. The workers' end of the line i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -52,31 +53,141 @@ def ignore(message: Message) -> None:
     """Take a message and do nothing."""
 
 
+class _Process:
+    """One operating-system process: two threads read what it says and sort it by the job it belongs to."""
+
+    def __init__(self, name: str, argv: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self.last_sign = time.monotonic()
+        """When a message arrived last. Lines on stderr are no signs of life."""
+        self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
+        self._lock = threading.Lock()
+        self._inboxes: dict[int, queue.SimpleQueue[Message]] = {}
+        self._unheard: deque[Message] = deque(maxlen=100)
+        self._ended = False
+        self._popen = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            # Ctrl-C goes to the whole terminal group: the parent alone decides how the workers end.
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        for read in (self._read_stdout, self._read_stderr):
+            threading.Thread(target=read, name=f"{name} pipe", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def open_inbox(self, job_id: int) -> queue.SimpleQueue[Message]:
+        """Have the messages of a job collected; those that belong to none go to the oldest inbox."""
+        inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        with self._lock:
+            for message in self._unheard:
+                inbox.put(message)
+            self._unheard.clear()
+            self._inboxes[job_id] = inbox
+            if self._ended:
+                inbox.put({"kind": "exit"})
+        return inbox
+
+    def close_inbox(self, job_id: int) -> None:
+        with self._lock:
+            self._inboxes.pop(job_id, None)
+
+    def _deliver(self, message: Message) -> None:
+        with self._lock:
+            inbox = self._inboxes.get(message.get("id", -1)) or next(iter(self._inboxes.values()), None)
+            if inbox is None:
+                self._unheard.append(message)
+            else:
+                inbox.put(message)
+
+    def _read_stdout(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if isinstance(message, dict):
+                self.last_sign = time.monotonic()
+                self._deliver(message)
+            else:
+                self._deliver({"kind": "stderr", "text": line.rstrip()})
+        with self._lock:
+            self._ended = True
+            for inbox in self._inboxes.values():
+                inbox.put({"kind": "exit"})
+
+    def _read_stderr(self) -> None:
+        assert self._popen.stderr is not None
+        for line in self._popen.stderr:
+            if text := line.rstrip():
+                self._stderr_tail.append(text)
+                self._deliver({"kind": "stderr", "text": text})
+
+    def send(self, message: Message) -> None:
+        """Write one message to the process; raises BrokenPipeError when it no longer listens."""
+        assert self._popen.stdin is not None
+        with self._lock:
+            self._popen.stdin.write(json.dumps(message) + "\n")
+            self._popen.stdin.flush()
+
+    def obituary(self) -> str:
+        """Wait for the end of the process and say how it ended, with its last words."""
+        code = self._popen.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} {how}{self.last_words()}"
+
+    def last_words(self) -> str:
+        time.sleep(0.05)  # the two pipes of a dead process are read by two threads
+        return "; its last words:\n" + "\n".join(self._stderr_tail) if self._stderr_tail else ""
+
+    def stop(self, grace_s: float) -> None:
+        """End the process and everything it started. Safe from any thread, and when it is already gone."""
+        if grace_s:
+            with contextlib.suppress(OSError, ValueError):
+                assert self._popen.stdin is not None
+                self._popen.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
 class Worker:
     """One slot (a group of GPUs such as "0" or "0,1", or "cpu") and the process that occupies it, if any."""
 
     def __init__(
         self, index: int, slot: str, argv: Sequence[str], setup: Message, limits: tuple[float, float]
     ) -> None:
-        self.index = index
         self.slot = slot
         self.name = f"worker {index} ({slot if slot == 'cpu' else 'gpu ' + slot})"
+        self.jobs = 0
+        """Jobs that it has now."""
         self.starts = 0
         self.failed_starts = 0
-        self._argv = list(argv)
+        """Starts in a row that did not succeed."""
+        self._argv = argv
         self._setup = setup
         self._start_timeout_s, self._silence_timeout_s = limits
-        self._process: subprocess.Popen[str] | None = None
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
-        self._process_lock = threading.Lock()
+        self._process: _Process | None = None
+        self._lock = threading.Lock()
         self._retired = False
+        self._ids = itertools.count()
 
     @property
     def pid(self) -> int | None:
         """Process id of the living worker, or None."""
-        alive = self._process is not None and self._process.poll() is None
-        return self._process.pid if alive and self._process else None
+        process = self._process
+        return process.pid if process is not None and process.alive else None
 
     def call(self, job: Message, on_message: OnMessage = ignore) -> Message:
         """Run one job and return its "done" message, starting the process first when there is none.
@@ -84,137 +195,97 @@ class Worker:
         Raises UserError or JobFailed as the worker says, WorkerDied when it ends or says nothing for too
         long; in the last case the process is gone when this returns.
         """
-        if self.pid is None:
-            self._start(on_message)
-        self._send(job)
-        return self._until("done", self._silence_timeout_s, on_message)
+        with self._lock:
+            process = self._process
+            if process is None or not process.alive:
+                process = self._start(on_message)
+        return self._converse(process, job, "done", self._silence_timeout_s, on_message)
 
-    def _start(self, on_message: OnMessage) -> None:
+    def _start(self, on_message: OnMessage) -> _Process:
+        if self._retired:
+            raise PoolClosed("the worker pool is closed")
         began = time.monotonic()
-        self._inbox = queue.SimpleQueue()
-        self._stderr_tail.clear()
         self.starts += 1
         self.failed_starts += 1
-        with self._process_lock:
-            if self._retired:
-                raise PoolClosed("the worker pool is closed")
-            process = self._process = subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                env=slot_environment(self.slot),
-                # Ctrl-C goes to the whole terminal group: the parent alone decides how the workers end.
-                start_new_session=True,
-            )
-        for name, read in (("stdout", self._read_stdout), ("stderr", self._read_stderr)):
-            threading.Thread(
-                target=read, args=(process, self._inbox), name=f"{self.name} {name}", daemon=True
-            ).start()
-        self._send(self._setup)
-        self._until("ready", self._start_timeout_s, on_message)
+        process = self._process = _Process(self.name, self._argv, slot_environment(self.slot))
+        self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
         self.failed_starts = 0
         seconds = time.monotonic() - began
         on_message(_log(f"{self.name}: process {process.pid} is ready after {seconds:.1f} s"))
+        return process
 
-    @staticmethod
-    def _read_stdout(process: subprocess.Popen[str], inbox: queue.SimpleQueue[Message]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            inbox.put(message if isinstance(message, dict) else {"kind": "stderr", "text": line.rstrip()})
-        inbox.put({"kind": "exit"})
-
-    def _read_stderr(self, process: subprocess.Popen[str], inbox: queue.SimpleQueue[Message]) -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if text := line.rstrip():
-                self._stderr_tail.append(text)
-                inbox.put({"kind": "stderr", "text": text})
-
-    def _send(self, message: Message) -> None:
-        assert self._process is not None and self._process.stdin is not None
+    def _converse(
+        self, process: _Process, message: Message, wanted: str, silence_s: float, on_message: OnMessage
+    ) -> Message:
+        """Send a message and return the wanted answer to it, passing on what comes before."""
+        job_id = next(self._ids)
+        inbox = process.open_inbox(job_id)
+        process.last_sign = time.monotonic()
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+            process.send({**message, "id": job_id})
+            return self._await(process, inbox, wanted, silence_s, on_message)
         except (BrokenPipeError, ValueError) as error:
-            self.stop()
-            raise WorkerDied(f"{self.name} no longer listens{self._last_words()}") from error
+            if isinstance(error, UserError):
+                raise
+            process.stop(grace_s=0)
+            raise WorkerDied(process.obituary()) from error
+        finally:
+            process.close_inbox(job_id)
 
-    def _until(self, wanted: str, silence_s: float, on_message: OnMessage) -> Message:
-        """Return the next message of the wanted kind. Only messages, not stderr, are signs of life."""
-        deadline = time.monotonic() + silence_s
+    def _await(
+        self,
+        process: _Process,
+        inbox: queue.SimpleQueue[Message],
+        wanted: str,
+        silence_s: float,
+        on_message: OnMessage,
+    ) -> Message:
         while True:
             try:
-                message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                message = inbox.get(timeout=max(0.0, process.last_sign + silence_s - time.monotonic()))
             except queue.Empty:
-                self.stop(kill=True)
-                raise WorkerDied(
-                    f"{self.name} said nothing for {silence_s:g} s and was killed{self._last_words()}"
-                ) from None
+                if time.monotonic() < process.last_sign + silence_s:
+                    continue  # it spoke of another job meanwhile
+                process.stop(grace_s=0)
+                words = f"{self.name} said nothing for {silence_s:g} s and was killed{process.last_words()}"
+                raise WorkerDied(words) from None
             kind = message.get("kind")
             if kind == wanted:
                 return message
             if kind == "exit":
-                raise WorkerDied(self._obituary())
+                process.stop(grace_s=0)
+                raise WorkerDied(process.obituary())
             if kind == "error":
-                self._raise(message)
-            if kind != "stderr":
-                deadline = time.monotonic() + silence_s
+                raise self._error(process, message)
             on_message(message)
 
-    def _raise(self, message: Message) -> None:
+    def _error(self, process: _Process, message: Message) -> Exception:
         if message.get("user"):
-            raise UserError(message["text"])
+            return UserError(message["text"])
         text = f"{self.name}: {message['type']}: {message['text']}\n{message.get('traceback', '')}"
         if message.get("unusable"):
-            self.stop(kill=True)
-            raise WorkerDied(text)
-        raise JobFailed(text)
-
-    def _obituary(self) -> str:
-        assert self._process is not None
-        code = self._process.wait()
-        self.stop()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}{self._last_words()}"
-
-    def _last_words(self) -> str:
-        time.sleep(0.05)  # the two pipes of a dead process are read by two threads
-        return "; its last words:\n" + "\n".join(self._stderr_tail) if self._stderr_tail else ""
+            process.stop(grace_s=STOP_GRACE_S)
+            return WorkerDied(text)
+        return JobFailed(text)
 
     def retire(self) -> None:
-        """Stop, and never start again."""
+        """End the process, and never start another."""
         self._retired = True
-        self.stop()
-
-    def stop(self, kill: bool = False) -> None:
-        """End the process and everything it started. Safe from any thread, and when it is already gone."""
-        with self._process_lock:
-            process = self._process
-            if process is None:
-                return
-            if not kill:
-                with contextlib.suppress(OSError, ValueError):
-                    assert process.stdin is not None
-                    process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_GRACE_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        # A start may be going on in another thread, which holds the lock until the process is ready: end
+        # that process first, then look again for one that was started in between.
+        if self._process is not None:
+            self._process.stop(STOP_GRACE_S)
+        with self._lock:
+            if self._process is not None:
+                self._process.stop(STOP_GRACE_S)
 
 
 class WorkerPool:
-    """A fixed set of slots whose workers are lent out one job at a time.
+    """A fixed set of slots whose workers are lent out job by job.
 
     Use as a context manager: leaving it ends every worker within seconds, and whoever waits for one gets
-    PoolClosed. `setup` is the first message that each process receives.
+    PoolClosed. `setup` is the first message that each process receives. `depth` is how many jobs a worker may
+    hold: with 2 it can begin one while it finishes (uploads) the one before.
     """
 
     def __init__(
@@ -223,6 +294,7 @@ class WorkerPool:
         argv: Sequence[str],
         setup: Message,
         *,
+        depth: int = 1,
         start_timeout_s: float = 1800.0,
         silence_timeout_s: float = 600.0,
     ) -> None:
@@ -230,8 +302,10 @@ class WorkerPool:
             raise UserError("no worker slots: name at least one GPU (such as 0) or cpu")
         limits = (start_timeout_s, silence_timeout_s)
         self.workers = [Worker(i, slot, argv, setup, limits) for i, slot in enumerate(slots)]
-        self._free = list(self.workers)
-        self._usable = len(self.workers)
+        self.capacity = depth * len(slots)
+        """How many jobs can be held at a time."""
+        self._depth = depth
+        self._usable = list(self.workers)
         self._closed = False
         self._changed = threading.Condition()
 
@@ -252,44 +326,15 @@ class WorkerPool:
         for thread in stoppers:
             thread.join()
 
-    @contextlib.contextmanager
-    def lease(self, avoid: Worker | None = None) -> Iterator[Worker]:
-        """Lend a free worker, another than `avoid` when there is a choice. Blocks while all are busy."""
-        worker = self._take(avoid)
-        try:
-            yield worker
-        finally:
-            self._give_back(worker)
-
-    def _take(self, avoid: Worker | None) -> Worker:
-        with self._changed:
-            while not self._free and not self._closed and self._usable:
-                self._changed.wait()
-            if self._closed:
-                raise PoolClosed("the worker pool is closed")
-            if not self._usable:
-                raise PoolClosed(
-                    f"no worker can be started any more: each of the {len(self.workers)} slots failed "
-                    f"{START_FAILURES_ALLOWED} times in a row"
-                )
-            others = [worker for worker in self._free if worker is not avoid]
-            worker = others[0] if others else self._free[0]
-            self._free.remove(worker)
-            return worker
-
-    def _give_back(self, worker: Worker) -> None:
-        with self._changed:
-            if worker.failed_starts >= START_FAILURES_ALLOWED:
-                self._usable -= 1
-            else:
-                self._free.append(worker)
-            self._changed.notify_all()
-
     def run(
         self, job: Message, on_message: OnMessage = ignore, avoid: Worker | None = None
     ) -> tuple[Message, Worker]:
-        """Run one job on a free worker; return its "done" message and the worker. Errors as `Worker.call`."""
-        with self.lease(avoid) as worker:
+        """Run one job on the least busy worker, another than `avoid` when there is a choice.
+
+        Blocks while all are busy. Returns the "done" message and the worker. Errors as `Worker.call`, with
+        their `worker` set, or PoolClosed.
+        """
+        with self._lease(avoid) as worker:
             try:
                 return worker.call(job, on_message), worker
             except JobError as error:
@@ -297,6 +342,35 @@ class WorkerPool:
                     raise PoolClosed("the worker pool was closed during the job") from error
                 error.worker = worker
                 raise
+
+    @contextlib.contextmanager
+    def _lease(self, avoid: Worker | None) -> Iterator[Worker]:
+        worker = self._take(avoid)
+        try:
+            yield worker
+        finally:
+            with self._changed:
+                worker.jobs -= 1
+                if worker.failed_starts >= START_FAILURES_ALLOWED and worker in self._usable:
+                    self._usable.remove(worker)
+                self._changed.notify_all()
+
+    def _take(self, avoid: Worker | None) -> Worker:
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise PoolClosed("the worker pool is closed")
+                if not self._usable:
+                    raise PoolClosed(
+                        f"no worker can be started any more: each of the {len(self.workers)} slots failed "
+                        f"{START_FAILURES_ALLOWED} times in a row"
+                    )
+                free = [worker for worker in self._usable if worker.jobs < self._depth]
+                if free:
+                    worker = min(free, key=lambda worker: (worker is avoid, worker.jobs))
+                    worker.jobs += 1
+                    return worker
+                self._changed.wait()
 
 
 def slot_environment(slot: str) -> dict[str, str]:

@@ -19,8 +19,10 @@ from flows.launch import JobFailed, PoolClosed, WorkerDied, WorkerPool
 TOY = [sys.executable, str(Path(__file__).parent / "toy_worker.py")]
 
 
-def pool(slots: tuple[str, ...] = ("cpu",), silence_s: float = 20.0, **setup: Any) -> WorkerPool:
-    return WorkerPool(slots, TOY, setup, start_timeout_s=30, silence_timeout_s=silence_s)
+def pool(
+    slots: tuple[str, ...] = ("cpu",), silence_s: float = 20.0, depth: int = 1, **setup: Any
+) -> WorkerPool:
+    return WorkerPool(slots, TOY, setup, depth=depth, start_timeout_s=30, silence_timeout_s=silence_s)
 
 
 def alive(pid: int) -> bool:
@@ -41,9 +43,9 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
 def test_a_worker_lives_from_job_to_job_and_its_words_arrive() -> None:
     heard: list[dict[str, Any]] = []
     with pool(("3,4",)) as workers:
-        first, worker = workers.run({"id": 1}, heard.append)
-        second, _ = workers.run({"id": 2}, heard.append)
-    assert (first["id"], second["id"]) == (1, 2)
+        first, worker = workers.run({"name": 1}, heard.append)
+        second, _ = workers.run({"name": 2}, heard.append)
+    assert (first["name"], second["name"]) == (1, 2)
     assert first["pid"] == second["pid"] and worker.starts == 1
     assert first["gpus"] == "3,4"
     assert {"kind": "log", "level": "INFO", "text": "job 1"} in heard
@@ -53,68 +55,106 @@ def test_a_worker_lives_from_job_to_job_and_its_words_arrive() -> None:
 
 def test_a_killed_worker_is_replaced_and_says_its_last_words() -> None:
     with pool() as workers:
-        before, _ = workers.run({"id": 0})
+        before, _ = workers.run({"name": 0})
         with pytest.raises(WorkerDied, match=r"(?s)killed by SIGKILL.*about to die"):
-            workers.run({"id": 1, "fault": "kill"})
-        after, worker = workers.run({"id": 1})
+            workers.run({"name": 1, "fault": "kill"})
+        after, worker = workers.run({"name": 1})
     assert after["pid"] != before["pid"] and worker.starts == 2
 
 
 def test_a_silent_worker_is_killed_with_everything_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with pool(silence_s=1.5) as workers:
-        busy, _ = workers.run({"id": 0, "steps": 4, "seconds": 0.6})  # longer than the limit, but not silent
+        busy, _ = workers.run(
+            {"name": 0, "steps": 4, "seconds": 0.6}
+        )  # longer than the limit, but not silent
         began = time.monotonic()
         with pytest.raises(WorkerDied, match=r"said nothing for 1\.5 s"):
-            workers.run({"id": 1, "fault": "child", "pid_file": str(pid_file)})
+            workers.run({"name": 1, "fault": "child", "pid_file": str(pid_file)})
         assert time.monotonic() - began < 10
         wait_until_gone(busy["pid"])
         wait_until_gone(int(pid_file.read_text()))
-        assert workers.run({"id": 1})[0]["id"] == 1
+        assert workers.run({"name": 1})[0]["name"] == 1
 
 
 def test_errors_of_a_job_leave_the_worker_alive_unless_it_cannot_be_trusted() -> None:
     with pool() as workers:
         with pytest.raises(JobFailed, match=r"(?s)RuntimeError: something broke.*Traceback"):
-            workers.run({"id": 1, "fault": "error"})
+            workers.run({"name": 1, "fault": "error"})
         with pytest.raises(UserError, match=r"^mend this$"):
-            workers.run({"id": 1, "fault": "user"})
+            workers.run({"name": 1, "fault": "user"})
         assert workers.workers[0].starts == 1
         with pytest.raises(WorkerDied, match="illegal memory access") as caught:
-            workers.run({"id": 1, "fault": "unusable"})
+            workers.run({"name": 1, "fault": "unusable"})
         assert caught.value.worker is workers.workers[0]
-        workers.run({"id": 2})
+        workers.run({"name": 2})
         assert workers.workers[0].starts == 2
+
+
+def test_a_worker_begins_the_next_job_while_it_finishes_one() -> None:
+    def ask(name: str, **job: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                done[name] = workers.run({"name": name, **job})[0]
+            except (JobFailed, WorkerDied) as error:
+                done[name] = {"error": str(error)}
+            order.append(name)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    done: dict[str, Any] = {}
+    order: list[str] = []
+    with pool(depth=2) as workers:
+        workers.run({"name": "first"})
+        threads = [ask("slow", finish_s=1.0)]
+        time.sleep(0.3)
+        threads.append(ask("quick"))
+        for thread in threads:
+            thread.join(20)
+        assert order == ["quick", "slow"]
+        assert done["slow"]["name"] == "slow" and done["slow"]["pid"] == done["quick"]["pid"]
+        with pytest.raises(JobFailed, match="the upload broke"):
+            workers.run({"name": "broken", "finish_s": 0.0, "fault": "finish"})
+        # Both jobs of a worker that dies come back.
+        order.clear()
+        threads = [ask("innocent", finish_s=30.0)]
+        time.sleep(0.3)
+        threads.append(ask("deadly", fault="kill"))
+        for thread in threads:
+            thread.join(20)
+        assert "SIGKILL" in done["innocent"]["error"] and "SIGKILL" in done["deadly"]["error"]
 
 
 def test_the_next_try_goes_elsewhere_when_there_is_a_choice() -> None:
     with pool(("cpu", "cpu")) as workers:
-        _, first = workers.run({"id": 1})
-        _, second = workers.run({"id": 2}, avoid=first)
+        _, first = workers.run({"name": 1})
+        _, second = workers.run({"name": 2}, avoid=first)
         assert second is not first
-        _, third = workers.run({"id": 3}, avoid=second)
+        _, third = workers.run({"name": 3}, avoid=second)
         assert third is not second
 
 
 def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
     with pool(refuse=True) as workers, pytest.raises(UserError, match="this set-up is refused"):
-        workers.run({"id": 1})
+        workers.run({"name": 1})
     with pool(crash=True) as workers:
         for _ in range(3):
             with pytest.raises(WorkerDied, match="exit code 3"):
-                workers.run({"id": 1})
+                workers.run({"name": 1})
         with pytest.raises(PoolClosed, match="no worker can be started"):
-            workers.run({"id": 1})
+            workers.run({"name": 1})
 
 
 def test_closing_the_pool_ends_busy_workers_at_once_and_frees_who_waits() -> None:
     workers = pool()
-    first, _ = workers.run({"id": 0})
+    first, _ = workers.run({"name": 0})
     outcomes: list[BaseException] = []
 
     def ask() -> None:
         try:
-            workers.run({"id": 1, "seconds": 3600})
+            workers.run({"name": 1, "seconds": 3600})
         except PoolClosed as error:
             outcomes.append(error)
 
@@ -136,8 +176,8 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 import sys
 from flows.launch import WorkerPool
 pool = WorkerPool(["cpu"], {TOY!r}, {{}})
-print(pool.run({{"id": 0}})[0]["pid"], flush=True)
-pool.run({{"id": 1, "seconds": 3600}})
+print(pool.run({{"name": 0}})[0]["pid"], flush=True)
+pool.run({{"name": 1, "seconds": 3600}})
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -150,11 +190,9 @@ pool.run({{"id": 1, "seconds": 3600}})
 
 
 def test_an_orphan_says_so_in_its_exit_code() -> None:
-    worker = subprocess.Popen(
-        TOY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    worker = subprocess.Popen(TOY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write('{}\n{"id": 1, "seconds": 3600}\n')
+    worker.stdin.write('{"id": 0}\n{"id": 1, "name": 1, "seconds": 3600}\n')
     worker.stdin.flush()
     while "progress" not in worker.stdout.readline():
         pass

@@ -21,8 +21,8 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
         os._exit(3)
     print("noise on stdout that is no message")
 
-    def run(job: dict[str, Any]) -> dict[str, Any]:
-        logging.info("job %s", job["id"])
+    def run(job: dict[str, Any]) -> Any:
+        logging.info("job %s", job["name"])
         once = Path(job["once"]) if "once" in job else None
         if once is None or not once.exists():
             if once is not None:
@@ -31,7 +31,17 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
         for step in range(job.get("steps", 1)):
             channel.say("progress", step=step)
             time.sleep(job.get("seconds", 0.0))
-        return {"id": job["id"], "pid": os.getpid(), "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}
+        result = {"name": job["name"], "pid": os.getpid(), "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}
+        if "finish_s" not in job:
+            return result
+
+        def finish() -> dict[str, Any]:
+            time.sleep(job["finish_s"])
+            if job.get("fault") == "finish":
+                raise RuntimeError("the upload broke")
+            return result
+
+        return finish
 
     return run
 
