@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT_VARIABLE = "DFLASH_COMPILE_FINGERPRINT"
 START_VARIABLE = "DFLASH_COMPILE_START"
+VERSION_VARIABLE = "DFLASH_COMPILE_VERSION"
 KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
 """Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
 
@@ -92,11 +93,14 @@ class CompileReport(Config):
         return self.model_dump_json()
 
 
-def environment_for_ranks(fingerprint: Fingerprint, start: StartState) -> dict[str, str]:
+def environment_for_ranks(
+    fingerprint: Fingerprint, start: StartState, version: str | None = None
+) -> dict[str, str]:
     """Return the variables that ranks need before they import torch.
 
     Both caches get one fixed folder on this machine. Remote caches are switched off: what they hold is
-    unpickled, and nothing signs it.
+    unpickled, and nothing signs it. `version` names what was restored; ranks find it in `VERSION_VARIABLE`,
+    for their checkpoints.
     """
     root = fingerprint.cache_dir
     return {
@@ -107,6 +111,7 @@ def environment_for_ranks(fingerprint: Fingerprint, start: StartState) -> dict[s
         **dict.fromkeys(REMOTE_CACHES, "0"),
         FINGERPRINT_VARIABLE: fingerprint.id,
         START_VARIABLE: start,
+        VERSION_VARIABLE: version or "",
     }
 
 

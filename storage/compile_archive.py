@@ -17,6 +17,9 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, Literal
 
@@ -96,6 +99,34 @@ def pack(folder: Path, target: Path) -> tuple[Member, ...]:
     if not members:
         raise UserError(f"{folder} holds no compiled files to pack")
     return tuple(members)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """An archive on this machine, and its manifest."""
+
+    archive: Path
+    manifest: Manifest
+
+
+@contextmanager
+def package(
+    folder: Path, fingerprint: Fingerprint, *, created_by: str, cold_seconds: float | None = None
+) -> Iterator[Package]:
+    """Pack a folder into an archive beside it, which is gone after the `with` block. Errors as in `pack`."""
+    with tempfile.TemporaryDirectory(prefix=".package-", dir=folder.parent) as scratch:
+        archive = Path(scratch) / "archive"
+        members = pack(folder, archive)
+        manifest = Manifest(
+            fingerprint=fingerprint,
+            archive_sha256=file_sha256(archive),
+            archive_bytes=archive.stat().st_size,
+            members=members,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            created_by=created_by,
+            cold_seconds=cold_seconds,
+        )
+        yield Package(archive=archive, manifest=manifest)
 
 
 def cache_files(folder: Path) -> Iterator[str]:
