@@ -1,75 +1,196 @@
-"""Acceptance length: how many tokens a target call brings, measured or simulated, and whether the text stayed the same."""
+"""Acceptance length: tokens that a target call brings, measured or simulated, and whether the text stayed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from dflash_core.drafter import Drafter
-from dflash_core.speculative import Generation
+from dflash_core.drafter import ContextCache, Drafter
+from dflash_core.speculative import Generation, TopTwo
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AcceptanceStats:
-    """Counts that add up over blocks, prompts and ranks."""
+    """Counts over verified blocks; those of several prompts or ranks add up."""
 
-    blocks: int
-    """Verified blocks (target calls)."""
-    accepted_K: np.ndarray
-    """int64 [K]: entry k = blocks in which at least k drafts were accepted; entry 0 = blocks."""
+    tokens: int
+    """Tokens that the blocks brought."""
+    reached_K: np.ndarray
+    """int64 [K]: entry k = blocks in which at least k drafts were accepted; entry 0 = all blocks."""
+
+    @property
+    def blocks(self) -> int:
+        """Verified blocks, which is target calls."""
+        return int(self.reached_K[0])
 
     @property
     def acceptance_length(self) -> float:
-        """tau: tokens a target call, 1 (the target's own) + mean number of accepted drafts."""
-        raise NotImplementedError
+        """tau: tokens a target call; 1 means that no draft was ever accepted, nan that there was no block."""
+        return self.tokens / self.blocks if self.blocks else float("nan")
 
     @property
     def per_slot(self) -> list[float]:
-        """Share of blocks in which slot k and all before it were accepted, k = 1 .. K-1."""
-        raise NotImplementedError
+        """Share of blocks in which slot k and all before it were accepted, for k = 1 .. K-1."""
+        return [float(share) for share in self.reached_K[1:] / max(1, self.blocks)]
+
+    @property
+    def conditional_per_slot(self) -> list[float]:
+        """Share of blocks accepted at slot k among those accepted up to k-1 (nan where there were none)."""
+        before, after = self.reached_K[:-1], self.reached_K[1:]
+        return [float(a / b) if b else float("nan") for a, b in zip(after, before, strict=True)]
 
     def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
-        raise NotImplementedError
+        return AcceptanceStats(tokens=self.tokens + other.tokens, reached_K=self.reached_K + other.reached_K)
+
+    def report(self) -> dict[str, Any]:
+        """The numbers that a JSON report holds."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "blocks": self.blocks,
+            "tokens": self.tokens,
+            "per_slot": self.per_slot,
+        }
+
+
+def count_blocks(accepted: Sequence[int], committed: Sequence[int], block_size: int) -> AcceptanceStats:
+    """Add up blocks: `accepted` drafts of each (0 .. block_size-1) and tokens that each brought."""
+    histogram = np.bincount(np.asarray(accepted, dtype=np.int64), minlength=block_size)
+    return AcceptanceStats(tokens=int(sum(committed)), reached_K=histogram[::-1].cumsum()[::-1].copy())
+
+
+def stats_of(generations: Sequence[Generation], block_size: int) -> AcceptanceStats:
+    """Add up the blocks of real speculative decoding."""
+    accepted = [n for generation in generations for n in generation.accepted_per_call]
+    committed = [n for generation in generations for n in generation.committed_per_call]
+    return count_blocks(accepted, committed, block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place at which two generations differ."""
+    """The first token at which speculative text leaves the greedy text."""
 
     position: int
-    greedy_token: int
-    speculative_token: int
-    logit_gap: float
-    """Target's largest minus second largest logit there, in the plain run; a tie if within `epsilon`."""
+    greedy_token: int | None
+    """None where the greedy text had ended."""
+    speculative_token: int | None
+    greedy_top_two: TopTwo | None
+    """The target's two best candidates when it ran token by token ..."""
+    speculative_top_two: TopTwo | None
+    """... and when it verified a block."""
     tie: bool
+    """Both runs had the same two candidates, no further apart than the tolerance in either."""
 
 
-def first_difference(greedy: Generation, speculative: Generation, *, epsilon: float) -> Difference | None:
-    """Compare two greedy generations token for token; None when equal."""
-    raise NotImplementedError
+def first_difference(greedy: Generation, speculative: Generation, *, tolerance: float) -> Difference | None:
+    """Compare two greedy texts token for token; None when they are equal.
+
+    A block of tokens and a single token go through different kernels, so two candidates whose logits nearly
+    agree may swap. That counts as a tie when both runs had the same two candidates and their logits lie
+    within `tolerance` times the larger magnitude (0: nothing is a tie but exactly equal logits).
+    """
+    one, two = greedy.token_ids, speculative.token_ids
+    differing = (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    position = next(differing, min(len(one), len(two)))
+    if position == len(one) == len(two):
+        return None
+    tops = [g.top_two[position] if position < len(g.top_two) else None for g in (greedy, speculative)]
+    return Difference(
+        position=position,
+        greedy_token=one[position] if position < len(one) else None,
+        speculative_token=two[position] if position < len(two) else None,
+        greedy_top_two=tops[0],
+        speculative_top_two=tops[1],
+        tie=_is_tie(tops[0], tops[1], tolerance),
+    )
 
 
-def stats_of(generations: Sequence[Generation], block_size: int) -> AcceptanceStats:
-    """Add up the accepted drafts of real speculative decoding."""
-    raise NotImplementedError
+def _is_tie(one: TopTwo | None, two: TopTwo | None, tolerance: float) -> bool:
+    if one is None or two is None or set(one.tokens) != set(two.tokens):
+        return False
+    gaps = [(t.logits[0] - t.logits[1]) / max(abs(t.logits[0]), abs(t.logits[1])) for t in (one, two)]
+    return max(gaps) <= tolerance
 
 
-def teacher_forced_acceptance(
+@torch.inference_mode()
+def leading_matches(
     drafter: Drafter,
-    taps_TC: torch.Tensor,
+    taps_TE: torch.Tensor,
     token_ids_T: torch.Tensor,
     loss_mask_T: torch.Tensor,
     embedding_VD: torch.Tensor,
     head_VD: torch.Tensor,
-    *,
-    stride: int = 1,
-) -> AcceptanceStats:
-    """Leading match of drafted blocks with a stored response that the target itself wrote greedily.
+) -> np.ndarray:
+    """Draft a block at every supervised token of one sample and count the drafts that equal the text from the
+    start.
 
-    One block is drafted at every `stride`-th anchor of the supervised tokens; taps are the sample's concatenated
-    states [T, L*D]. Blocks that would run past the supervised span are left out.
+    `taps_TE` [T, L*D]; `token_ids_T`, `loss_mask_T` [T] on the same device. Returns int64 [T]: leading
+    matches of the block whose anchor is token t, at most the supervised tokens that follow it without a gap;
+    -1 where t is no anchor.
     """
-    raise NotImplementedError
+    block_size, mask_id = drafter.config.block_size, drafter.config.mask_token_id
+    position_T = torch.arange(len(token_ids_T), device=taps_TE.device)
+    context = drafter.context(taps_TE, position_T)
+    following_T = _supervised_following(loss_mask_T.cpu().numpy(), block_size - 1)
+    matches_T = np.full(len(token_ids_T), -1, dtype=np.int64)
+    mask_ids_K = torch.full((block_size - 1,), mask_id, device=taps_TE.device)
+    for anchor in np.flatnonzero(following_T > 0):
+        cache = ContextCache(length=int(anchor), keys=list(context.keys), values=list(context.values))
+        ids_K = torch.cat([token_ids_T[anchor : anchor + 1].long(), mask_ids_K])
+        hidden_KD = drafter.draft(cache, F.embedding(ids_K, embedding_VD))[1:]
+        draft_K = F.linear(hidden_KD.to(head_VD.dtype), head_VD).argmax(-1)
+        count = int(following_T[anchor])
+        wanted_K = token_ids_T[anchor + 1 : anchor + 1 + count].long()
+        matches_T[anchor] = int((draft_K[:count] == wanted_K).int().cumprod(0).sum())
+    return matches_T
+
+
+def simulate(matches_T: np.ndarray, loss_mask_T: np.ndarray, block_size: int) -> AcceptanceStats:
+    """Walk through a sample's responses as speculative decoding would, jumping over what each block brings.
+
+    `matches_T` comes from `leading_matches`. The first token of each response is given, as the prompt's own
+    forward brings it; a block that reaches the end of its response brings no token after it.
+    """
+    accepted, committed = [], []
+    following_T = _supervised_following(loss_mask_T, len(loss_mask_T))
+    position = 0
+    while position < len(loss_mask_T):
+        left = int(following_T[position])
+        if left <= 0:
+            position += 1
+            continue
+        count = int(matches_T[position])
+        accepted.append(count)
+        committed.append(min(count + 1, left))
+        position += committed[-1]
+    return count_blocks(accepted, committed, block_size)
+
+
+def teacher_forced_acceptance(
+    drafter: Drafter,
+    taps_TE: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    embedding_VD: torch.Tensor,
+    head_VD: torch.Tensor,
+) -> AcceptanceStats:
+    """Acceptance on one stored sample whose responses the target wrote greedily; no target is run.
+
+    Equals what real speculative decoding would accept, as far as the stored taps equal those of decoding.
+    """
+    matches_T = leading_matches(drafter, taps_TE, token_ids_T, loss_mask_T, embedding_VD, head_VD)
+    return simulate(matches_T, loss_mask_T.cpu().numpy(), drafter.config.block_size)
+
+
+def _supervised_following(loss_mask_T: np.ndarray, limit: int) -> np.ndarray:
+    """int64 [T]: supervised tokens that follow t without a gap, at most `limit`; -1 where t is not one."""
+    following_T = np.full(len(loss_mask_T), -1, dtype=np.int64)
+    run = -1
+    for t in range(len(loss_mask_T) - 1, -1, -1):
+        run = run + 1 if loss_mask_T[t] else -1
+        following_T[t] = min(run, limit)
+    return following_T

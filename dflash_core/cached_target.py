@@ -69,7 +69,7 @@ class CachedTarget:
 
         Raises UserError for a layer id that the model does not have.
         """
-        self.model = model
+        self.model: Any = model
         self.tap_layer_ids = tuple(tap_layer_ids)
         layers = decoder_layers(model)
         if wrong := [i for i in self.tap_layer_ids if not 0 <= i < len(layers)]:
@@ -78,7 +78,8 @@ class CachedTarget:
             )
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks = [layers[i].register_forward_hook(self._keeper(i)) for i in self.tap_layer_ids]
-        text_config = model.config.get_text_config()
+        model_config: Any = model.config
+        text_config = model_config.get_text_config()
         self.hybrid = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
         self._text_config = text_config
         # transformers renames this argument of every model; both names are in use.
@@ -168,7 +169,8 @@ class CachedTarget:
 
     def _rewind_hybrid(self, kept_T: torch.Tensor, rejected: int) -> None:
         """Go back to before the last `extend`, then run the kept tokens again."""
-        for layer, state in zip(self._cache.layers, self._states, strict=True):
+        layers: list[Any] = self._cache.layers
+        for layer, state in zip(layers, self._states, strict=True):
             if state is None:
                 layer.crop(-(rejected + len(kept_T)))
             else:

@@ -1,30 +1,186 @@
-"""The folder that serving engines read: config.json + model.safetensors, written at once, read back strictly."""
+"""The folder that serving engines read: config.json and model.safetensors, written whole, read strictly."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
-from dflash_core.drafter import Drafter
+from dflash_core.configuration import UserError
+from dflash_core.drafter import ContextCache, Drafter, DrafterConfig
+from dflash_core.export_config import (
+    CONFIG_FILE,
+    PROVENANCE_KEY,
+    WEIGHTS_FILE,
+    config_of,
+    drafter_config_of,
+    read_config,
+)
 from dflash_core.records import TargetSpec
 
+ROUND_TRIP_TOLERANCE = 0.02
+"""Relative error allowed between float32 masters and exported bf16 weights, both computing in bf16."""
 
-def export_drafter(drafter: Drafter, folder: Path, target: TargetSpec) -> Path:
-    """Write `drafter` as a `DFlashDraftModel` folder (bf16) and return it.
 
-    The folder appears whole or not at all; an existing folder is replaced only if it is an exported drafter.
-    Raises UserError when the folder read back does not give the same states as the drafter in bf16.
+def export_drafter(
+    drafter: Drafter, folder: Path, target: TargetSpec, *, max_position_embeddings: int = 262144
+) -> Path:
+    """Write `drafter` as a `DFlashDraftModel` folder in bf16 and return the folder.
+
+    It appears whole or not at all, and only after it has been read back and gives the drafter's own states;
+    an older drafter in its place is replaced. `max_position_embeddings` is the longest text that engines will
+    draft for: at least the target's own. Raises UserError when the drafter is not for `target`, a weight is
+    not finite, or something else than a drafter is in the way.
     """
-    raise NotImplementedError
+    _check_belongs(drafter.config, target)
+    tensors = {
+        name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in drafter.named_parameters()
+    }
+    if bad := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+        raise UserError(f"the drafter has values that are not finite in {', '.join(bad)}; it is not exported")
+    if folder.exists() and not _is_drafter_folder(folder):
+        raise UserError(f"{folder} exists and is not an exported drafter; choose another folder or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        config = config_of(drafter.config, target, max_position_embeddings)
+        (scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
+        _check_round_trip(drafter, tensors, scratch)
+        scratch.chmod(0o755)
+        _put_in_place(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
 
 
 def load_exported(
     folder: Path,
     *,
     target: TargetSpec | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Drafter:
-    """Read an exported folder, strictly: UserError names every missing, unknown or misshapen tensor at once."""
-    raise NotImplementedError
+    """Read an exported folder, ours or another trainer's, and return the drafter computing in `dtype`.
+
+    Nothing is guessed: UserError names at once every missing, unknown or misshapen tensor, every setting that
+    our arithmetic does not have, another tap convention, and a `target` that the drafter was not trained for.
+    """
+    raw = read_config(folder)
+    config = drafter_config_of(raw, folder)
+    recorded = raw.get(PROVENANCE_KEY, {}).get("target")
+    if target is not None:
+        _check_belongs(config, target)
+        if recorded is not None and (wrong := _other_target(TargetSpec(**recorded), target)):
+            raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
+    with torch.device("meta"):
+        drafter = Drafter(config, compute_dtype=dtype)
+    weights = folder / WEIGHTS_FILE
+    if problems := tensor_problems(drafter, weights):
+        raise UserError(f"{weights} is not the drafter that {CONFIG_FILE} describes: {'; '.join(problems)}")
+    state = {name: tensor.to(dtype) for name, tensor in load_file(weights, device=str(device)).items()}
+    drafter.load_state_dict(state, strict=True, assign=True)
+    return drafter.eval().requires_grad_(False)
+
+
+def tensor_problems(drafter: Drafter, weights: Path) -> list[str]:
+    """Compare a safetensors file with what `drafter` needs: one phrase a problem, none when it fits."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    try:
+        with safe_open(weights, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            found = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        return [f"it cannot be read ({error})"]
+    problems = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        shape, dtype = found[name]
+        if shape != wanted[name]:
+            problems.append(f"{name} has shape {list(shape)} instead of {list(wanted[name])}")
+        if dtype not in ("BF16", "F32", "F16"):
+            problems.append(f"{name} has type {dtype}")
+    return problems
+
+
+def _check_belongs(config: DrafterConfig, target: TargetSpec) -> None:
+    pairs = {
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "number of layers": (config.target_num_layers, target.num_layers),
+        "rope_theta": (config.rope_theta, target.rope_theta),
+    }
+    if wrong := [f"{name} {ours} against {its}" for name, (ours, its) in pairs.items() if ours != its]:
+        raise UserError(f"the drafter is not for the target {target.name}: {', '.join(wrong)}")
+
+
+def _other_target(recorded: TargetSpec, given: TargetSpec) -> list[str]:
+    fields = ("weights_sha256", "tokenizer_sha256", "model_type")
+    return [
+        f"{field} {getattr(recorded, field)} ({recorded.name}) is not {getattr(given, field)} ({given.name})"
+        for field in fields
+        if getattr(recorded, field) != getattr(given, field)
+    ]
+
+
+def _check_round_trip(drafter: Drafter, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Read the folder back: tensors bit for bit, and states of a drafted block as the drafter gives them."""
+    again = load_exported(folder)
+    if changed := [n for n, tensor in again.state_dict().items() if not torch.equal(tensor, tensors[n])]:
+        raise UserError(f"{folder}: {', '.join(changed)} read back differently; is the disk sound?")
+    device = next(drafter.parameters()).device
+    wanted, got = _drafted_states(drafter), _drafted_states(again.to(device))
+    error = float((wanted - got).norm() / wanted.norm())
+    if not error <= ROUND_TRIP_TOLERANCE:
+        raise UserError(
+            f"the exported drafter's states differ from the drafter's by {error:.1%} (allowed "
+            f"{ROUND_TRIP_TOLERANCE:.0%}): its weights cannot be held in bf16"
+        )
+
+
+def _drafted_states(drafter: Drafter) -> torch.Tensor:
+    """States [K, D] of one block after a context of 12 made-up tokens, computed in bf16."""
+    config, device = drafter.config, next(drafter.parameters()).device
+    chance = torch.Generator().manual_seed(0)
+    taps_CE = torch.randn(12, config.hidden_size * len(config.tap_layer_ids), generator=chance)
+    input_KD = torch.randn(config.block_size, config.hidden_size, generator=chance)
+    usual, drafter.compute_dtype = drafter.compute_dtype, torch.bfloat16
+    try:
+        cache = ContextCache()
+        drafter.extend(cache, taps_CE.to(device, torch.bfloat16))
+        return drafter.draft(cache, input_KD.to(device, torch.bfloat16)).float()
+    finally:
+        drafter.compute_dtype = usual
+
+
+def _is_drafter_folder(folder: Path) -> bool:
+    try:
+        read_config(folder)
+    except UserError:
+        return False
+    return True
+
+
+def _put_in_place(scratch: Path, folder: Path) -> None:
+    """Make everything durable, then rename; an older drafter is moved aside first and removed last."""
+    for path in (*scratch.iterdir(), scratch):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    aside = scratch.with_name(f"{scratch.name}-old")
+    if folder.exists():
+        folder.rename(aside)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if aside.exists():
+            aside.rename(folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

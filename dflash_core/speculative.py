@@ -11,6 +11,7 @@ import torch
 
 from dflash_core.cached_target import CachedTarget
 from dflash_core.configuration import UserError
+from dflash_core.drafter import ContextCache, Drafter
 
 DraftChoice = Literal["argmax", "sample"]
 
@@ -29,6 +30,42 @@ class BlockProposer(Protocol):
 
     def propose(self, anchor_id: torch.Tensor) -> torch.Tensor:
         """Draft after `anchor_id` (int64 scalar), the committed token not yet observed: logits [K-1, V]."""
+
+
+class DrafterProposer:
+    """A trained drafter beside its target: keeps the context's keys and values, borrows embedding, head."""
+
+    def __init__(self, drafter: Drafter, target: CachedTarget) -> None:
+        """Raises UserError when `target` is tapped at other layers or has another width or vocabulary."""
+        config = drafter.config
+        vocab_size, hidden_size = target.model.get_input_embeddings().weight.shape
+        if target.tap_layer_ids != config.tap_layer_ids:
+            raise UserError(f"the drafter reads taps {config.tap_layer_ids}, not {target.tap_layer_ids}")
+        if (vocab_size, hidden_size) != (config.vocab_size, config.hidden_size):
+            raise UserError(
+                f"the drafter is for a target with {config.vocab_size} embeddings of width "
+                f"{config.hidden_size}, but this one has {vocab_size} of width {hidden_size}"
+            )
+        self.drafter, self.target, self.block_size = drafter, target, config.block_size
+        mask_ids_K = torch.full((config.block_size - 1,), config.mask_token_id, device=target.device)
+        self._mask_KD = target.embed(mask_ids_K).detach()
+        self.start()
+
+    def start(self) -> None:
+        """Forget the conversation."""
+        self._cache = ContextCache()
+
+    @torch.inference_mode()
+    def observe(self, taps_TC: torch.Tensor) -> None:
+        """Take in the concatenated taps [T, L*D] of the next T committed tokens."""
+        self.drafter.extend(self._cache, taps_TC)
+
+    @torch.inference_mode()
+    def propose(self, anchor_id: torch.Tensor) -> torch.Tensor:
+        """Draft after `anchor_id` (int64 scalar), the committed token not yet observed: logits [K-1, V]."""
+        input_KD = torch.cat([self.target.embed(anchor_id[None]), self._mask_KD])
+        hidden_KD = self.drafter.draft(self._cache, input_KD)[1:]
+        return self.target.head(hidden_KD.to(input_KD.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
