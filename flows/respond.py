@@ -2,60 +2,227 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
 
 from dflash_core.chat import ChatConfig
-from dflash_core.configuration import Config
-from dflash_core.respond import GenerationSettings
+from dflash_core.configuration import Config, UserError, fingerprint
+from dflash_core.messages import ChatError, normalise, record_id
+from dflash_core.respond import GenerationSettings, Responder
+from flows.answer import Answer, EndpointConfig, LocalAnswers, endpoint_answers
+from flows.conversation import Conversation, answer_turns
+from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 
+__all__ = ["EndpointConfig", "RespondConfig", "RespondReport", "respond"]
 
-class EndpointConfig(Config):
-    """An OpenAI-compatible server."""
-
-    url: str
-    """Base URL, e.g. "http://localhost:8000/v1"."""
-    model: str
-    concurrency: int = 32
-    timeout_seconds: float = 600.0
-    retries: int = 5
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, if the server wants one."""
+_SHOWN_PROBLEMS = 5
 
 
 class RespondConfig(Config):
     """One run of `dflash respond`."""
 
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...] = Field(min_length=1)
     """Files, folders or data set names (see storage.chats.read_chats)."""
     output: str
     """Folder of part-00000.jsonl ...; finished parts are not done again."""
     target: str | None = None
-    """Folder or hub name: answer with transformers here. Give this or `endpoint`."""
+    """Folder or hub name: answer with transformers on this machine. Give this or `endpoint`."""
     revision: str | None = None
+    """Hub revision of `target`."""
     endpoint: EndpointConfig | None = None
+    """Server that answers (vLLM, SGLang and others)."""
     chat: ChatConfig = ChatConfig()
+    """Thinking mode and template variables; must be those of the extraction and of serving."""
     generation: GenerationSettings = GenerationSettings()
-    batch_size: int = 32
-    part_records: int = 512
+    """Length, temperature, seed."""
+    batch_size: int = Field(default=32, ge=1)
+    """Prompts answered together by a local target."""
+    part_records: int = Field(default=512, ge=1)
+    """Records of an output file: what is lost at most when a run is interrupted."""
     limit: int | None = None
     """Stop after this many records."""
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
+    """The run fails when more than this fraction of the records is unusable."""
     device: str = "auto"
+    """"auto", "cpu", "cuda", "cuda:1" ... of a local target."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RespondConfig:
+        if (self.target is None) == (self.endpoint is None):
+            raise ValueError("give either target (a folder or hub name) or endpoint (a server), not both")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class RespondReport:
-    """What a run did."""
+    """What a run did, finished parts of earlier runs included."""
 
     parts: list[str]
+    """Output files, in order."""
     written: int
+    """Records in them."""
     resumed: int
+    """Of which earlier runs had written."""
     bad: dict[str, int]
+    """Records without an output, by reason."""
     tokens: int
+    """Tokens that the target wrote in this run."""
     seconds: float
 
 
-def respond(config: RespondConfig, progress: Callable[[int, int | None], None] | None = None) -> RespondReport:
-    """Write one record a chat with the target's own responses; `progress(done, total)` is called as it goes."""
-    raise NotImplementedError
+def respond(
+    config: RespondConfig, progress: Callable[[int, int | None], None] | None = None
+) -> RespondReport:
+    """Write one record a chat, with every response by the target; resumes where an earlier run ended.
+
+    `progress(records done, records in all if known)` is called as it goes. Raise UserError when the output
+    folder belongs to other settings, or too many records are unusable.
+    """
+    start = time.monotonic()
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    answer: Answer | None = None
+    parts, seen, resumed, tokens = [], 0, 0, 0
+    for number, chunk in enumerate(_chunks(config)):
+        part = folder / f"part-{number:05d}.jsonl"
+        if part.exists():
+            resumed += _count_lines(part)
+        else:
+            answer = answer or _open_answer(config)
+            told = (lambda done, base=seen: progress(base + done, config.limit)) if progress else None
+            tokens += _write_part(part, chunk, answer, config, number, told)
+        parts.append(str(part))
+        seen += len(chunk)
+        if progress is not None:
+            progress(seen, config.limit)
+        _check_problems(folder, seen, config.max_bad_fraction)
+    if not seen:
+        raise UserError(f"inputs {list(config.inputs)} hold no records")
+    return RespondReport(
+        parts=parts,
+        written=sum(_count_lines(Path(part)) for part in parts),
+        resumed=resumed,
+        bad=dict(Counter(problem["reason"] for problem in _problems(folder))),
+        tokens=tokens,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _open_answer(config: RespondConfig) -> Answer:
+    if config.endpoint is not None:
+        return endpoint_answers(config.endpoint, config.chat, config.generation)
+    assert config.target is not None
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    responder = Responder(config.target, config.revision, config.chat, device)
+    return LocalAnswers(responder, config.generation, config.batch_size)
+
+
+def _chunks(config: RespondConfig) -> Iterator[list[tuple[dict[str, Any], str]]]:
+    records = itertools.chain.from_iterable(read_chats(source) for source in config.inputs)
+    limited = itertools.islice(records, config.limit)
+    while chunk := list(itertools.islice(limited, config.part_records)):
+        yield chunk
+
+
+def _write_part(
+    part: Path,
+    chunk: list[tuple[dict[str, Any], str]],
+    answer: Answer,
+    config: RespondConfig,
+    number: int,
+    told: Callable[[int], None] | None,
+) -> int:
+    """Answer one chunk and write it at once; return the tokens that the target wrote."""
+    conversations, problems = [], []
+    for record, where in chunk:
+        try:
+            conversations.append(_conversation(record, where))
+        except ChatError as error:
+            problems.append(_problem(where, error))
+    # Every part draws from a seed of its own, so that a resumed run writes what an unbroken one would.
+    tokens = answer_turns(conversations, answer, config.generation.seed + number, told)
+    lines = []
+    for conversation in conversations:
+        if conversation.error is not None:
+            problems.append(_problem(conversation.where, conversation.error))
+        else:
+            lines.append(json.dumps(conversation.record(), ensure_ascii=False))
+    problem_lines = [json.dumps(problem, ensure_ascii=False) for problem in problems]
+    _write_whole(part.with_name(f"_problems-{number:05d}.jsonl"), problem_lines)
+    _write_whole(part, lines)
+    return tokens
+
+
+def _conversation(record: dict[str, Any], where: str) -> Conversation:
+    if isinstance(record, UnreadableRecord):
+        raise ChatError("not JSON", record.error)
+    messages, tools = normalise(record)
+    return Conversation(record_id(record, messages), where, messages, tools)
+
+
+def _problem(where: str, error: ChatError) -> dict[str, Any]:
+    return {"where": where, "reason": error.reason, "detail": error.detail, "unusable": error.unusable}
+
+
+def _problems(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("_problems-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+
+
+def _check_problems(folder: Path, seen: int, max_bad_fraction: float) -> None:
+    unusable = [problem for problem in _problems(folder) if problem["unusable"]]
+    if len(unusable) > max_bad_fraction * seen:
+        shown = "\n".join(f"  {p['where']}: {p['reason']}: {p['detail']}" for p in unusable[:_SHOWN_PROBLEMS])
+        raise UserError(
+            f"{len(unusable)} of {seen} records cannot be used, more than max_bad_fraction "
+            f"({max_bad_fraction:g}) allows:\n{shown}\nMend the input, or raise max_bad_fraction"
+        )
+
+
+def _claim(folder: Path, config: RespondConfig) -> None:
+    """Bind the folder to what decides its content, so that a changed run cannot continue it."""
+    settings = config.model_dump(mode="json", exclude={"output", "max_bad_fraction", "device", "limit"})
+    if config.endpoint is not None:
+        settings["endpoint"] = config.endpoint.model
+    identity = {"settings": settings, "inputs": input_fingerprint(config.inputs)}
+    claim = {"fingerprint": fingerprint(identity), **identity}
+    path = folder / "_settings.json"
+    if not path.exists():
+        _write_whole(path, [json.dumps(claim, indent=2, ensure_ascii=False)])
+        return
+    before = json.loads(path.read_text("utf-8"))
+    if before["fingerprint"] != claim["fingerprint"]:
+        changed = [key for key in settings if before["settings"].get(key) != settings[key]]
+        what = ", ".join(changed) or "the content of the inputs"
+        raise UserError(
+            f"{folder} was begun with other settings (changed: {what}); "
+            "choose another output folder, or delete this one to start over"
+        )
+
+
+def _write_whole(path: Path, lines: list[str]) -> None:
+    """Write a file so that it is there as a whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
