@@ -81,7 +81,8 @@ class DrafterConfig(Config):
             )
         if not self.tap_layer_ids or not all(0 <= i < self.target_num_layers for i in self.tap_layer_ids):
             raise UserError(
-                f"drafter.tap_layer_ids {self.tap_layer_ids}: the target's layers are 0..{self.target_num_layers - 1}"
+                f"drafter.tap_layer_ids {self.tap_layer_ids}: "
+                f"the target's layers are 0..{self.target_num_layers - 1}"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(

@@ -95,8 +95,8 @@ def tile_tables(bounds_4Q: np.ndarray, row_tokens: int, tile: int = TILE) -> Til
     queries = bounds_4Q.shape[1]
     if row_tokens % tile or queries % tile:
         raise UserError(
-            f"training.row_tokens ({row_tokens}) and anchors_per_row * block_size ({queries}) must be multiples of {tile} "
-            "for flex attention; round them up (unused tokens and anchors are padding)"
+            f"training.row_tokens ({row_tokens}) and anchors_per_row * block_size ({queries}) must be "
+            f"multiples of {tile} for flex attention; round them up (unused tokens and anchors are padding)"
         )
     key_tiles = (row_tokens + queries) // tile
     touched = _count_tiles(bounds_4Q, key_tiles, tile, whole=False)
@@ -121,7 +121,8 @@ def block_mask(
         return context | ((key >= own_lo_Q[query]) & (key < own_hi_Q[query]))
 
     queries = lo_Q.shape[0]
-    return BlockMask((queries, row_tokens + queries), *tables.tensors(), (TILE, TILE), sees)
+    named = {name: getattr(tables, name) for name in TileTables.__slots__}
+    return BlockMask((queries, row_tokens + queries), **named, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def _count_tiles(bounds_4Q: np.ndarray, key_tiles: int, tile: int, *, whole: bool) -> np.ndarray:

@@ -1,0 +1,173 @@
+"""Optimizers of the drafter: AdamW or Muon, schedules, global-norm clipping without a synchronisation,
+EMA.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from dflash_core.configuration import Config, UserError
+
+
+class OptimizerConfig(Config):
+    """How gradients become updates."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """"muon": Muon for matrices, AdamW for norms."""
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak rate. Muon's updates are scaled to AdamW's size, so one rate serves both."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled; on matrices alone."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; None: no clipping."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """"wsd": warm up, stay, decay linearly at the end."""
+    warmup_fraction: Annotated[float, Field(ge=0, le=1)] = 0.04
+    """Share of all steps."""
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Share of all steps that WSD decays for."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Rate at the end, as a share of the peak."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights; it is what is validated and exported."""
+
+
+def rate_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) as a share of the peak."""
+    warmup = round(config.warmup_fraction * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    floor = config.final_fraction
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "cosine":
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay = max(1, round(config.decay_fraction * total_steps))
+    left = max(0, total_steps - step)
+    return floor + (1.0 - floor) * min(1.0, left / decay)
+
+
+class Optimizer:
+    """Holds moments and average of a module's parameters; one `step` a gradient.
+
+    Gradients arrive as plain sums over slots and ranks; `step` divides them by the sum of weights and clips
+    them inside the fused update, so neither costs a pass over memory nor a synchronisation.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        matrices = [p for p in self._named.values() if p.ndim == 2]
+        vectors = [p for p in self._named.values() if p.ndim != 2]
+        self._muon: torch.optim.Muon | None = None
+        adam_groups = [{"params": vectors, "weight_decay": 0.0}]
+        if config.name == "muon":
+            self._muon = torch.optim.Muon(
+                matrices,
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                momentum=config.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        else:
+            adam_groups.insert(0, {"params": matrices, "weight_decay": config.weight_decay})
+        self._adam = torch.optim.AdamW(
+            adam_groups,
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+        self.average: dict[str, Tensor] = {}
+        if config.ema_decay is not None:
+            self.average = {name: p.detach().clone() for name, p in self._named.items()}
+
+    def step(self, optimizer_step: int, weight_sum: Tensor, halted: Tensor) -> tuple[Tensor, Tensor]:
+        """Update the parameters from their gradients and clear these.
+
+        `weight_sum` (float32 scalar on the device) is what the summed gradients are divided by; `halted`
+        (float32 scalar) is 1 once the run has met a non-finite number: nothing is updated then. Returns the
+        gradient norm after division and before clipping, and the new `halted`.
+        """
+        grads = [p.grad for p in self._named.values() if p.grad is not None]
+        divisor = weight_sum.clamp(min=1e-30)
+        norm = torch.nn.utils.get_total_norm(grads) / divisor
+        halted = torch.maximum(halted, (~torch.isfinite(norm)).float())
+        excess = torch.ones_like(norm)
+        if self.config.clip_norm is not None:
+            excess = (norm / self.config.clip_norm).clamp(min=1.0)
+        scale = divisor * excess
+        rate = self.config.learning_rate * rate_factor(self.config, optimizer_step, self.total_steps)
+        if self._muon is not None:
+            matrices = [p.grad for g in self._muon.param_groups for p in g["params"]]
+            torch._foreach_mul_(matrices, (1.0 - halted) / scale)
+            self._set_rate(self._muon, rate)
+            self._muon.step()
+        # The protocol of torch's gradient scaler: the fused kernel divides by one and skips on the other.
+        setattr(self._adam, "grad_scale", scale)  # noqa: B010
+        setattr(self._adam, "found_inf", halted)  # noqa: B010
+        self._set_rate(self._adam, rate)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        if self._muon is not None:
+            self._muon.zero_grad(set_to_none=True)
+        if self.average:
+            weights = [p.detach() for p in self._named.values()]
+            torch._foreach_lerp_(
+                list(self.average.values()), weights, 1.0 - float(self.config.ema_decay or 0.0)
+            )
+        return norm, halted
+
+    @staticmethod
+    def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    def state(self) -> dict[str, Tensor]:
+        """Every moment and average by name ("exp_avg/layers.0...."), not copied. Empty moments before the
+        first step.
+        """
+        found: dict[str, Tensor] = {}
+        for optimizer in (self._adam, self._muon):
+            if optimizer is None:
+                continue
+            for name, parameter in self._named.items():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{key}/{name}"] = value
+        for name, value in self.average.items():
+            found[f"ema/{name}"] = value
+        return found
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` gave; raises UserError when a tensor is unknown."""
+        left = dict(state)
+        for optimizer in (self._adam, self._muon):
+            if optimizer is None:
+                continue
+            owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+            for name, parameter in self._named.items():
+                if id(parameter) not in owned:
+                    continue
+                keys = [key for key in left if key.endswith(f"/{name}") and not key.startswith("ema/")]
+                for key in keys:
+                    value = left.pop(key)
+                    moment = key.removesuffix(f"/{name}")
+                    optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)
+        for name in list(self.average):
+            if f"ema/{name}" in left:
+                self.average[name].copy_(left.pop(f"ema/{name}"))
+        if left:
+            raise UserError(
+                f"the checkpoint holds optimizer state that this run has no use for: {sorted(left)[:5]}"
+            )
