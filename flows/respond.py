@@ -26,6 +26,8 @@ from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 __all__ = ["EndpointConfig", "RespondConfig", "RespondReport", "respond"]
 
 _SHOWN_PROBLEMS = 5
+_ENOUGH_RECORDS = 1000
+"""Before so many records were seen, a run is not stopped half-way for its bad ones."""
 
 
 class RespondConfig(Config):
@@ -95,7 +97,7 @@ def respond(
     answer: Answer | None = None
     parts, seen, resumed, tokens = [], 0, 0, 0
     for number, chunk in enumerate(_chunks(config)):
-        part = folder / f"part-{number:05d}.jsonl"
+        part = _part_path(folder, number)
         if part.exists():
             resumed += _count_lines(part)
         else:
@@ -106,14 +108,15 @@ def respond(
         seen += len(chunk)
         if progress is not None:
             progress(seen, config.limit)
-        _check_problems(folder, seen, config.max_bad_fraction)
+        _check_problems(folder, len(parts), max(seen, _ENOUGH_RECORDS), config.max_bad_fraction)
     if not seen:
         raise UserError(f"inputs {list(config.inputs)} hold no records")
+    _check_problems(folder, len(parts), seen, config.max_bad_fraction)
     return RespondReport(
         parts=parts,
         written=sum(_count_lines(Path(part)) for part in parts),
         resumed=resumed,
-        bad=dict(Counter(problem["reason"] for problem in _problems(folder))),
+        bad=dict(Counter(problem["reason"] for problem in _problems(folder, len(parts)))),
         tokens=tokens,
         seconds=time.monotonic() - start,
     )
@@ -161,7 +164,7 @@ def _write_part(
         else:
             lines.append(json.dumps(conversation.record(), ensure_ascii=False))
     problem_lines = [json.dumps(problem, ensure_ascii=False) for problem in problems]
-    _write_whole(part.with_name(f"_problems-{number:05d}.jsonl"), problem_lines)
+    _write_whole(_problems_path(part.parent, number), problem_lines)
     _write_whole(part, lines)
     return tokens
 
@@ -177,13 +180,22 @@ def _problem(where: str, error: ChatError) -> dict[str, Any]:
     return {"where": where, "reason": error.reason, "detail": error.detail, "unusable": error.unusable}
 
 
-def _problems(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("_problems-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+def _part_path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.jsonl"
 
 
-def _check_problems(folder: Path, seen: int, max_bad_fraction: float) -> None:
-    unusable = [problem for problem in _problems(folder) if problem["unusable"]]
+def _problems_path(folder: Path, number: int) -> Path:
+    """Readers of the folder leave out names that begin with an underscore."""
+    return folder / f"_problems-{number:05d}.jsonl"
+
+
+def _problems(folder: Path, num_parts: int) -> list[dict[str, Any]]:
+    texts = [_problems_path(folder, number).read_text("utf-8") for number in range(num_parts)]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def _check_problems(folder: Path, num_parts: int, seen: int, max_bad_fraction: float) -> None:
+    unusable = [problem for problem in _problems(folder, num_parts) if problem["unusable"]]
     if len(unusable) > max_bad_fraction * seen:
         shown = "\n".join(f"  {p['where']}: {p['reason']}: {p['detail']}" for p in unusable[:_SHOWN_PROBLEMS])
         raise UserError(
