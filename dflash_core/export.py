@@ -137,7 +137,7 @@ def _check_round_trip(config: DrafterConfig, tensors: Mapping[str, torch.Tensor]
 
 
 def _drafted_states(drafter: Drafter) -> torch.Tensor:
-    """States [K, D] of one block after a made-up context of 12 tokens: logits follow from them by any head."""
+    """States [K, D] of one block after 12 made-up context tokens; any head gives its logits from them."""
     config = drafter.config
     chance = torch.Generator().manual_seed(0)
     taps_CE = torch.randn(12, config.hidden_size * len(config.tap_layer_ids), generator=chance)
