@@ -33,7 +33,8 @@ def read_chats(source: str) -> Iterator[tuple[dict[str, Any], str]]:
 
     `source` is a .jsonl, .json or .parquet file (the first two also .gz or .zst), a folder of them (sorted
     by path; names that begin with "_" or "." are left out), or a Hugging Face data set, streamed: "name",
-    "name:split" or "name:config:split" (split "train" by default). The line counts from 1; in .json and Parquet files it is the number of the record.
+    "name:split" or "name:config:split" (split "train" by default). The line counts from 1; in .json and
+    Parquet files it is the number of the record.
     Lines that are no JSON object come as `UnreadableRecord`. Raise UserError when there is nothing to read.
     """
     path = Path(source)
