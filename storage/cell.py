@@ -1,0 +1,214 @@
+"""The bytes of a cell: header, table of sections, zstandard frames. Specified in docs/codec.md."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import zstandard
+
+from dflash_core.configuration import UserError
+
+MAGIC = b"DFC1"
+HEADER = struct.Struct("<4sBBBBIIIf")
+"""magic, kind, layout, sections, 0, tokens, width, outliers, step."""
+SECTION = struct.Struct("<II")
+"""Size of a section before and after zstandard."""
+CRC = struct.Struct("<I")
+ALIGNMENT = 16
+"""Arrays of a payload start at multiples of so many bytes."""
+MAX_CELL_VALUES = 2**31 - 1
+
+
+class CodecError(UserError):
+    """A codec that does not exist, states that it cannot take, or a cell that is not whole."""
+
+
+class Kind(IntEnum):
+    """What a cell holds."""
+
+    LOSSLESS = 0
+    FP8 = 1
+    TOLERANCE = 2
+
+
+class Layout(IntEnum):
+    """How the symbols of a tolerance cell lie in bytes."""
+
+    BYTES = 0
+    NIBBLES = 1
+    WIDE = 2
+
+
+LIMITS = (127, 7, 2047)
+"""Largest symbol of each `Layout`; what lies beyond is an outlier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellHeader:
+    """The fixed part of a cell."""
+
+    kind: Kind
+    layout: Layout
+    tokens: int
+    width: int
+    outliers: int
+    step: float
+    """Quantisation step in units of the channel's scale (a float32 number)."""
+
+    @property
+    def arrays(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of the arrays that a payload holds, in order."""
+        values, folded = self.tokens * self.width, self.tokens * ((self.width + 1) // 2)
+        if self.kind == Kind.LOSSLESS:
+            return ("base", self.width), ("exponent", values), ("rest", values)
+        if self.kind == Kind.FP8:
+            return ("token_scale", 4 * self.tokens), ("value", values)
+        symbols: dict[Layout, tuple[tuple[str, int], ...]] = {
+            Layout.BYTES: (("symbol", values),),
+            Layout.NIBBLES: (("folded", folded),),
+            Layout.WIDE: (("high", values), ("low", folded)),
+        }
+        return *symbols[self.layout], ("position", 4 * self.outliers), ("outlier", 2 * self.outliers)
+
+    @property
+    def offsets(self) -> dict[str, tuple[int, int]]:
+        """Array name -> first byte in the payload, and its size."""
+        offsets, at = {}, 0
+        for name, size in self.arrays:
+            offsets[name] = (at, size)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        return offsets
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload: what `Codec.from_bytes` needs room for, and what crosses to the device."""
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.arrays)
+
+
+def pack_cell(header: CellHeader, payload: np.ndarray) -> bytes:
+    """Entropy code a payload (uint8 [header.payload_bytes]) into a cell. Thread-safe; frees the GIL."""
+    sections = {name: payload[start : start + size] for name, (start, size) in header.offsets.items()}
+    if "position" in sections:
+        position_N = sections["position"].view(np.int32)
+        sections["position"] = _byte_planes(np.diff(position_N, prepend=np.int32(0)).astype("<u4"))
+        sections["outlier"] = _byte_planes(sections["outlier"].view("<u2"))
+    frames = [_compressor(name).compress(data.data) for name, data in sections.items()]
+    fixed = HEADER.pack(
+        MAGIC,
+        header.kind,
+        header.layout,
+        len(frames),
+        0,
+        header.tokens,
+        header.width,
+        header.outliers,
+        header.step,
+    )
+    sizes = zip(sections.values(), frames, strict=True)
+    fixed += b"".join(SECTION.pack(data.nbytes, len(frame)) for data, frame in sizes)
+    return b"".join([fixed, CRC.pack(zlib.crc32(fixed)), *frames])
+
+
+def unpack_cell(cell: bytes | memoryview, payload: np.ndarray) -> CellHeader:
+    """Undo `pack_cell` into `payload` (uint8 [header.payload_bytes]). Thread-safe; frees the GIL.
+
+    Raises CodecError on anything but a whole cell.
+    """
+    header, sizes = _read_table(cell)
+    at = len(cell) - sum(stored for _, stored in sizes)
+    view = memoryview(cell)
+    for (name, (start, size)), (_, stored) in zip(header.offsets.items(), sizes, strict=True):
+        _decompress(view[at : at + stored], payload[start : start + size], name)
+        at += stored
+    if header.outliers:
+        _restore_outliers(header, payload)
+    return header
+
+
+def read_header(cell: bytes | memoryview) -> CellHeader:
+    """Read the fixed part of a cell. Raises CodecError on anything but a whole cell."""
+    return _read_table(cell)[0]
+
+
+def _read_table(cell: bytes | memoryview) -> tuple[CellHeader, list[tuple[int, int]]]:
+    """Parse and check everything before the frames: header, and (raw, stored) size of each section."""
+    if len(cell) < HEADER.size or bytes(cell[:4]) != MAGIC:
+        raise CodecError("not a cell of hidden states: it is too short or does not start with DFC1")
+    _, kind, layout, count, _, tokens, width, outliers, step = HEADER.unpack_from(cell)
+    fixed = HEADER.size + count * SECTION.size
+    if len(cell) < fixed + CRC.size or CRC.unpack_from(cell, fixed)[0] != zlib.crc32(cell[:fixed]):
+        raise CodecError("the header of a cell is damaged: its checksum does not fit")
+    if kind not in list(Kind) or layout not in list(Layout):
+        raise CodecError(f"a cell of kind {kind}, layout {layout} was written by a newer version")
+    header = CellHeader(
+        kind=Kind(kind), layout=Layout(layout), tokens=tokens, width=width, outliers=outliers, step=step
+    )
+    sizes = [SECTION.unpack_from(cell, HEADER.size + i * SECTION.size) for i in range(count)]
+    if [raw for raw, _ in sizes] != [size for _, size in header.arrays] or outliers > tokens * width:
+        raise CodecError("the header of a cell contradicts itself")
+    if fixed + CRC.size + sum(stored for _, stored in sizes) != len(cell):
+        raise CodecError("a cell is truncated or has bytes behind its end")
+    return header, sizes
+
+
+def _byte_planes(array_N: np.ndarray) -> np.ndarray:
+    """Bytes of fixed-size integers, all lowest bytes first: uint8 [itemsize * N]."""
+    return np.ascontiguousarray(array_N.view(np.uint8).reshape(len(array_N), array_N.itemsize).T).reshape(-1)
+
+
+def _join_planes(planes: np.ndarray, itemsize: int) -> np.ndarray:
+    """Invert `_byte_planes`: uint8 [itemsize * N] in memory order."""
+    return np.ascontiguousarray(planes.reshape(itemsize, -1).T).reshape(-1)
+
+
+def _restore_outliers(header: CellHeader, payload: np.ndarray) -> None:
+    """Turn the stored outliers (gaps, byte planes) into positions and values, in place; check bounds."""
+    (p, p_size), (o, o_size) = header.offsets["position"], header.offsets["outlier"]
+    gap_N = _join_planes(payload[p : p + p_size], 4).view("<u4")
+    position_N = np.cumsum(gap_N, dtype=np.int64)
+    if position_N[-1] >= header.tokens * header.width or not gap_N[1:].all():
+        raise CodecError("a cell names an outlier outside of itself")
+    payload[p : p + p_size] = position_N.astype(np.int32).view(np.uint8)
+    payload[o : o + o_size] = _join_planes(payload[o : o + o_size], 2)
+
+
+_LOCAL = threading.local()
+_STORED = frozenset({"rest", "low"})
+"""Sections of nearly uniform bits: looking for structure in them costs time and finds nothing."""
+
+
+def _compressor(section: str) -> zstandard.ZstdCompressor:
+    """This thread's compressor: Huffman coding, hardly any search for matches, checksum of the content."""
+    name = "stored" if section in _STORED else "coded"
+    if not hasattr(_LOCAL, name):
+        fast = {"compression_level": 1, "min_match": 7, "target_length": 0, "hash_log": 6, "chain_log": 6}
+        if name == "stored":
+            # A large target length makes zstandard skip ahead and leave literals uncoded.
+            fast = {"compression_level": -(1 << 17), "hash_log": 6}
+        parameters = zstandard.ZstdCompressionParameters(
+            **fast, window_log=17, write_checksum=True, write_content_size=True
+        )
+        setattr(_LOCAL, name, zstandard.ZstdCompressor(compression_params=parameters))
+    return getattr(_LOCAL, name)
+
+
+def _decompress(frame: memoryview, out: np.ndarray, section: str) -> None:
+    """Decode one frame that must fill `out` exactly; its checksum is verified."""
+    if not hasattr(_LOCAL, "decompressor"):
+        _LOCAL.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    try:
+        if zstandard.frame_content_size(frame) != out.nbytes:
+            raise CodecError(f"section {section} of a cell has another size than its header says")
+        if out.nbytes == 0:
+            return
+        with _LOCAL.decompressor.stream_reader(frame) as reader:
+            done = reader.readinto(out)
+            if done != out.nbytes or reader.read(1):
+                raise CodecError(f"section {section} of a cell is truncated")
+    except zstandard.ZstdError as error:
+        raise CodecError(f"section {section} of a cell is damaged: {error}") from error

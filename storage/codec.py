@@ -1,0 +1,285 @@
+"""Hidden states <-> cells: three codecs, the arithmetic on the device and the entropy coding on threads.
+
+The way out: `Codec.encode_on_device` (torch, where the states are), `Symbols.to("cpu")`, `Codec.to_bytes`
+(any thread; zstandard frees the GIL). The way back: `Codec.from_bytes` (any thread, into a pinned buffer if
+given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/codec.md specifies the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_core import quantise
+from storage.cell import (
+    LIMITS,
+    MAX_CELL_VALUES,
+    CellHeader,
+    CodecError,
+    Kind,
+    Layout,
+    pack_cell,
+    read_header,
+    unpack_cell,
+)
+
+WIDE_BELOW = 0.02
+"""Tolerances below this need more than 8 bits a symbol."""
+NIBBLES_FROM = 0.16
+"""From this tolerance on nearly all symbols fit in four bits, and two are coded together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorSums:
+    """What encoding did to the values of one or more cells; add them up before asking for a ratio."""
+
+    squared_error: float = 0.0
+    squared_value: float = 0.0
+    scaled_squared_error: float = 0.0
+    scaled_values: float = 0.0
+
+    def __add__(self, other: ErrorSums) -> ErrorSums:
+        return ErrorSums(
+            squared_error=self.squared_error + other.squared_error,
+            squared_value=self.squared_value + other.squared_value,
+            scaled_squared_error=self.scaled_squared_error + other.scaled_squared_error,
+            scaled_values=self.scaled_values + other.scaled_values,
+        )
+
+    @property
+    def energy_error(self) -> float:
+        """sqrt(sum of squared errors / sum of squared values): the loudest channels dominate it."""
+        return math.sqrt(self.squared_error / self.squared_value) if self.squared_value else 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """RMS of the error in units of each channel's scale: what `tolerance` names.
+
+        Falls back to `energy_error` where no scales were at hand.
+        """
+        if not self.scaled_values:
+            return self.energy_error
+        return math.sqrt(self.scaled_squared_error / self.scaled_values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Symbols:
+    """An encoded cell before entropy coding, on any device."""
+
+    header: CellHeader
+    payload: Tensor
+    """uint8 [header.payload_bytes]."""
+    sums: Tensor | None = None
+    """float64 [4], fields of `ErrorSums`, same device as the payload; None after `Codec.from_bytes`."""
+
+    @property
+    def error(self) -> ErrorSums:
+        """Read the sums (waits for the device)."""
+        if self.sums is None:
+            return ErrorSums()
+        a, b, c, d = self.sums.tolist()
+        return ErrorSums(squared_error=a, squared_value=b, scaled_squared_error=c, scaled_values=d)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Symbols:
+        """Copy to another device. `non_blocking` needs pinned memory on the host side to have an effect."""
+        sums = None if self.sums is None else self.sums.to(device, non_blocking=non_blocking)
+        payload = self.payload.to(device, non_blocking=non_blocking)
+        return Symbols(header=self.header, payload=payload, sums=sums)
+
+    def array(self, name: str) -> Tensor:
+        """uint8 view of one array of the payload."""
+        start, size = self.header.offsets[name]
+        return self.payload[start : start + size]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A way to store bf16 hidden states [T, D]; make one with `parse_codec`. Stateless and free to share."""
+
+    name: str
+    kind: Kind
+    tolerance: float = 0.0
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether encoding and decoding need the data set's channel scales."""
+        return self.kind == Kind.TOLERANCE
+
+    @property
+    def layout(self) -> Layout:
+        """How the symbols lie in bytes: a function of the tolerance alone."""
+        if self.kind != Kind.TOLERANCE or WIDE_BELOW <= self.tolerance < NIBBLES_FROM:
+            return Layout.BYTES
+        return Layout.WIDE if self.tolerance < WIDE_BELOW else Layout.NIBBLES
+
+    def encode_on_device(self, states_TD: Tensor, scale_D: Tensor | None = None) -> Symbols:
+        """Turn bf16 [T, D] into symbols on the same device; `tolerance` waits for the device once.
+
+        `scale_D` (float32 [D]) is required by `tolerance`; the other codecs only use it to state their error.
+        Raises CodecError on a wrong dtype, shape or size, or when scales are missing.
+        """
+        self._check_states(states_TD, scale_D)
+        states_TD = states_TD.detach().contiguous()
+        tokens, width = states_TD.shape
+        arrays, outliers, step = self._encode(states_TD, scale_D)
+        header = CellHeader(
+            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
+        )
+        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
+        for (start, size), array in zip(header.offsets.values(), arrays, strict=True):
+            payload[start : start + size] = array.flatten().view(torch.uint8)
+        symbols = Symbols(header=header, payload=payload)
+        if self.kind == Kind.LOSSLESS:
+            decoded_TD = states_TD
+        else:
+            decoded_TD = torch.empty_like(states_TD)
+            self.decode_on_device(symbols, scale_D, decoded_TD)
+        sums = quantise.error_sums(states_TD, decoded_TD, scale_D)
+        return Symbols(header=header, payload=payload, sums=sums)
+
+    def decode_on_device(self, symbols: Symbols, scale_D: Tensor | None, out_TD: Tensor) -> None:
+        """Write the states into `out_TD`, a bf16 view [T, D] with rows of any stride, without waiting.
+
+        Raises CodecError when the cell is of another codec or shape than `out_TD` and `scale_D`.
+        """
+        header = symbols.header
+        self._check_cell(header)
+        if tuple(out_TD.shape) != (header.tokens, header.width) or out_TD.dtype != torch.bfloat16:
+            raise CodecError(
+                f"a cell of {header.tokens} tokens x {header.width} channels does not fit a"
+                f" {out_TD.dtype} buffer of shape {tuple(out_TD.shape)}"
+            )
+        if header.tokens == 0:
+            return
+        shape = (header.tokens, -1)
+        if self.kind == Kind.LOSSLESS:
+            exponent_TD, rest_TD = symbols.array("exponent").view(shape), symbols.array("rest").view(shape)
+            quantise.join_planes(symbols.array("base"), exponent_TD, rest_TD, out_TD)
+        elif self.kind == Kind.FP8:
+            value_TD = symbols.array("value").view(torch.float8_e4m3fn).view(shape)
+            quantise.from_fp8(symbols.array("token_scale").view(torch.float32), value_TD, out_TD)
+        else:
+            self._decode_tolerance(symbols, self._step(scale_D, header.width, header.step), out_TD)
+
+    def to_bytes(self, symbols: Symbols) -> bytes:
+        """Entropy code symbols that lie on the host. Thread-safe; frees the GIL while it codes."""
+        return pack_cell(symbols.header, symbols.payload.numpy())
+
+    def from_bytes(self, cell: bytes | memoryview, out: Tensor | None = None) -> Symbols:
+        """Undo `to_bytes`, into the first bytes of `out` (uint8 on the host, e.g. pinned) when given.
+
+        Thread-safe; frees the GIL while it decodes. Raises CodecError unless it is a whole cell of this
+        codec.
+        """
+        header = read_header(cell)
+        self._check_cell(header)
+        if out is None:
+            out = torch.empty(header.payload_bytes, dtype=torch.uint8)
+        if out.numel() < header.payload_bytes:
+            raise CodecError(f"a buffer of {out.numel()} bytes cannot hold {header.payload_bytes} of a cell")
+        payload = out[: header.payload_bytes]
+        unpack_cell(cell, payload.numpy())
+        return Symbols(header=header, payload=payload)
+
+    def _encode(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[list[Tensor], int, float]:
+        """Return the arrays of the payload in order, the number of outliers and the step."""
+        if self.kind == Kind.LOSSLESS:
+            return list(quantise.split_planes(states_TD)), 0, 0.0
+        if self.kind == Kind.FP8:
+            scale_T, value_TD = quantise.to_fp8(states_TD)
+            return [scale_T, value_TD], 0, 0.0
+        step = float(np.float32(self.tolerance * math.sqrt(12)))
+        step_D = self._step(scale_D, states_TD.shape[1], step)
+        symbol_TD, position_N, outlier_N = quantise.quantise(states_TD, step_D, LIMITS[self.layout])
+        if self.layout == Layout.BYTES:
+            arrays = [symbol_TD.to(torch.int8)]
+        elif self.layout == Layout.NIBBLES:
+            arrays = [quantise.fold_nibbles(symbol_TD)]
+        else:
+            arrays = [(symbol_TD >> 4).to(torch.int8), quantise.fold_nibbles(symbol_TD & 15)]
+        return [*arrays, position_N, outlier_N], len(position_N), step
+
+    def _decode_tolerance(self, symbols: Symbols, step_D: Tensor, out_TD: Tensor) -> None:
+        tokens, width = out_TD.shape
+        if symbols.header.layout == Layout.BYTES:
+            symbol_TD = symbols.array("symbol").view(torch.int8).view(tokens, width)
+            quantise.dequantise(symbol_TD, step_D, out_TD)
+        elif symbols.header.layout == Layout.NIBBLES:
+            folded_TH = symbols.array("folded").view(tokens, -1)
+            half = folded_TH.shape[1]
+            quantise.dequantise(quantise.unfold_high(folded_TH), step_D[:half], out_TD[:, :half])
+            low_TH = quantise.unfold_low(folded_TH)[:, : width - half]
+            quantise.dequantise(low_TH, step_D[half:], out_TD[:, half:])
+        else:
+            folded_TH = symbols.array("low").view(tokens, -1)
+            low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=1)[:, :width]
+            high_TD = symbols.array("high").view(torch.int8).view(tokens, width).to(torch.int16)
+            quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
+        if symbols.header.outliers:
+            position_N = symbols.array("position").view(torch.int32)
+            quantise.restore_outliers(position_N, symbols.array("outlier").view(torch.bfloat16), out_TD)
+
+    @staticmethod
+    def _step(scale_D: Tensor | None, width: int, step: float) -> Tensor:
+        """Quantisation step of each channel, float32 [D]."""
+        if scale_D is None or tuple(scale_D.shape) != (width,) or scale_D.dtype != torch.float32:
+            found = "none" if scale_D is None else f"{scale_D.dtype} {tuple(scale_D.shape)}"
+            raise CodecError(f"cells of {width} channels need float32 scales of that length; found: {found}")
+        return scale_D * step
+
+    def _check_states(self, states_TD: Tensor, scale_D: Tensor | None) -> None:
+        if states_TD.ndim != 2 or states_TD.dtype != torch.bfloat16:
+            raise CodecError(
+                f"codec {self.name} takes bfloat16 states of shape [tokens, width]; found"
+                f" {states_TD.dtype} {tuple(states_TD.shape)}: run the target in bfloat16, or cast its states"
+            )
+        if states_TD.numel() > MAX_CELL_VALUES or states_TD.shape[1] == 0:
+            raise CodecError(f"a cell cannot hold {tuple(states_TD.shape)} values: cut the sample into parts")
+        if self.needs_scales and scale_D is None:
+            raise CodecError(f"codec {self.name} needs the channel scales of the data set")
+
+    def _check_cell(self, header: CellHeader) -> None:
+        if header.kind != self.kind:
+            raise CodecError(f"codec {self.name} cannot read a cell of kind {header.kind.name.lower()}")
+
+
+def parse_codec(name: str) -> Codec:
+    """Make the codec called "lossless", "fp8" or "tolerance=<relative error>" (0.001 to 0.7).
+
+    Raises CodecError for any other name.
+    """
+    if name in ("lossless", "fp8"):
+        return Codec(name, Kind.LOSSLESS if name == "lossless" else Kind.FP8)
+    key, _, number = name.partition("=")
+    try:
+        tolerance = float(number)
+    except ValueError:
+        tolerance = math.nan
+    if key != "tolerance" or not 0.001 <= tolerance <= 0.7:
+        raise CodecError(
+            f"codec {name!r} does not exist: use lossless, fp8, or tolerance=E with E from 0.001 to 0.7"
+        )
+    return Codec(name, Kind.TOLERANCE, tolerance)
+
+
+class Calibration:
+    """One pass over a data set's calibration tokens: batches, order and device do not change its result."""
+
+    def __init__(self) -> None:
+        self._histograms: dict[str, quantise.ChannelHistogram] = {}
+
+    def add(self, states: Mapping[str, Tensor]) -> None:
+        """Count bf16 states [T, D] of each column."""
+        for column, states_TD in states.items():
+            if column not in self._histograms:
+                self._histograms[column] = quantise.ChannelHistogram(states_TD.shape[1], states_TD.device)
+            self._histograms[column].add(states_TD)
+
+    def scales(self) -> dict[str, Tensor]:
+        """Column -> float32 [D] on the host: robust RMS of each channel."""
+        return {column: histogram.scale() for column, histogram in self._histograms.items()}
