@@ -169,5 +169,5 @@ class Optimizer:
                 self.average[name].copy_(left.pop(f"ema/{name}"))
         if left:
             raise UserError(
-                f"the checkpoint holds optimizer state that this run has no use for: {sorted(left)[:5]}"
+                f"the checkpoint holds optimizer state that this run cannot use: {sorted(left)[:5]}"
             )
