@@ -13,6 +13,7 @@ from dflash_core.configuration import Config, UserError
 from dflash_core.respond import GenerationSettings
 from dflash_core.target import TargetConfig
 from flows.respond import EndpointConfig
+from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -31,6 +32,8 @@ class WorkersConfig(Config):
     """A worker that finishes no batch for this long is killed and replaced."""
     scratch: str | None = None
     """Folder for shards being written (one a worker); None: the system's temporary folder."""
+    writer: WriterConfig = WriterConfig(threads=4, pending_bytes=1 << 30)
+    """Resources of the side that compresses and writes."""
 
 
 class ResponsesConfig(Config):
@@ -65,14 +68,12 @@ class ExtractConfig(Config):
     """Set to have the responses of the chats replaced by the target's own."""
     codec: str = "tolerance=0.1"
     """How hidden states are stored: "lossless", "fp8", or "tolerance=E" (relative error at most E)."""
-    shard_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    shard_tokens: Annotated[int, Field(ge=1)] = 65_536
     """Tokens of a shard, the unit of work and of repair."""
-    row_group_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
-    """Encoded bytes of a row group at most, the unit of reading and shuffling."""
-    parity_samples: Annotated[int, Field(ge=0)] = 4
-    """Samples on which captured states are compared with a plain forward before any shard is written."""
-    calibration_samples: Annotated[int, Field(ge=1)] = 64
-    """Samples from which a codec that needs them takes its channel scales."""
+    row_group_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """Bytes of bf16 states (before encoding) of a row group at most, the unit of reading and shuffling."""
+    parity_samples: Annotated[int, Field(ge=1)] = 4
+    """Samples on which each worker compares captured states with a plain forward before it writes."""
     shards_per_child: Annotated[int, Field(ge=0)] = 0
     """Split a plan larger than this into child flow runs of this many shards; 0: never."""
     workers: WorkersConfig = WorkersConfig()

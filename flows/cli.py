@@ -1,0 +1,155 @@
+"""The `dflash` command. What a subcommand needs is imported when it runs, so that help is there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dflash_core.configuration import UserError
+
+USER_ERROR = 2
+"""Exit code when the user can mend it; 1 when the work itself failed."""
+
+
+class Commands(TyperGroup):
+    """Says what the user can mend in one line, without a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(USER_ERROR)
+
+
+app = typer.Typer(
+    name="dflash",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="From chats to a DFlash drafter: capture hidden states, train from them, export, evaluate.",
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML file of the run.", metavar="FILE")]
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command()
+def extract(
+    config: ConfigFile,
+    only: Annotated[str, typer.Option(help="Redo just these shards, e.g. 3,17.", metavar="N,N")] = "",
+    store: Annotated[str | None, typer.Option(help="Put the data set here instead.", metavar="URI")] = None,
+) -> None:
+    """Turn chats into a sealed data set of the target's hidden states; run again to continue."""
+    from flows.config import ExtractConfig, load_config
+
+    settings = load_config(ExtractConfig, config)
+    shards = parse_numbers(only)
+    with prefect_server():
+        from flows.extract import extract_hidden_states
+
+        finish(extract_hidden_states(settings, only=shards, store=store, return_state=True))
+
+
+@app.command(context_settings=PASSED_ON)
+def shards(ctx: typer.Context) -> None:
+    """List, show, verify and repair the shards of a data set."""
+    from flows.shards_cli import app as shards_app
+
+    shards_app(ctx.args, prog_name="dflash shards")
+
+
+@app.command(context_settings=PASSED_ON)
+def cache(ctx: typer.Context) -> None:
+    """List, compare, verify, pin and prune the versions of the compile cache."""
+    from flows.cache_cli import app as cache_app
+
+    cache_app(ctx.args, prog_name="dflash cache")
+
+
+@app.command()
+def respond(config: ConfigFile) -> None:
+    """Have the target write the responses of a set of chats again; run again to continue."""
+    from flows.config import load_config
+    from flows.respond import RespondConfig
+    from flows.respond import respond as run
+
+    report = run(load_config(RespondConfig, config), show_progress)
+    typer.echo(f"\n{report.written} written, {report.resumed} found, {sum(report.bad.values())} bad")
+
+
+@app.command()
+def evaluate(config: ConfigFile) -> None:
+    """Measure how many tokens a target call earns with a drafter, by real speculative decoding."""
+    from flows.config import load_config
+    from flows.evaluate import EvaluateConfig
+    from flows.evaluate import evaluate as run
+
+    run(load_config(EvaluateConfig, config), show_progress)
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Read "3,17" as numbers. Raises UserError."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--only takes numbers of shards with commas between them, not {text!r}") from None
+
+
+def show_progress(done: int, total: int | None) -> None:
+    """Rewrite one line of the terminal."""
+    typer.echo(f"\r{done} of {total if total is not None else '?'}", nl=False, err=True)
+
+
+@contextlib.contextmanager
+def prefect_server() -> Iterator[None]:
+    """Decide which Prefect server the runs in this block speak to.
+
+    A server that is configured and answers is used, else Prefect starts one of its own for as long as needed.
+    """
+    # On a busy machine the first start, which creates the database, takes longer than Prefect's default.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url = PREFECT_API_URL.value()
+    if not url or "PREFECT_API_URL" in os.environ or answers(url):
+        yield
+        return
+    typer.echo(
+        f"no Prefect server at {url}: using a temporary one (`dflash up` starts a lasting one)", err=True
+    )
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        yield
+
+
+def answers(url: str) -> bool:
+    """Whether a Prefect API is there."""
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/health", timeout=3).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def finish(state: Any) -> None:
+    """End the process as the run ended."""
+    if state.is_completed():
+        return
+    user = isinstance(state.data, UserError)
+    if not user:
+        typer.echo(f"{state.name}: {state.message}", err=True)
+        sys.exit(1)
+    raise state.data
+
+
+if __name__ == "__main__":
+    app()

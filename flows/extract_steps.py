@@ -1,0 +1,327 @@
+"""The steps of an extraction in plain Python: chats to a planned data set, shards to workers, and the seal.
+
+`flows.extract` runs the same steps as a Prefect flow; nothing here needs Prefect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_core.chat import ChatEncoder
+from dflash_core.configuration import UserError
+from dflash_core.messages import ChatError
+from dflash_core.records import Sample
+from dflash_core.target import describe_target, load_tokenizer
+from flows.config import ExtractConfig
+from flows.launch import JobError, Message, OnMessage, PoolClosed, Worker, WorkerPool, python_module
+from flows.respond import RespondConfig
+from storage.chats import UnreadableRecord, input_fingerprint, read_chats
+from storage.dataset import Dataset, DatasetError, DatasetSpec, Manifest, create_dataset, open_dataset
+from storage.objects import open_store
+
+log = logging.getLogger(__name__)
+
+JOBS_PER_WORKER = 2
+"""A worker captures one shard while it finishes and uploads the one before."""
+EXAMPLES_SHOWN = 5
+ENOUGH_TO_JUDGE = 1000
+"""A stream is not refused for its share of bad records before it has given this many."""
+
+
+@dataclass
+class ChatTally:
+    """What became of the chats that were read."""
+
+    read: int = 0
+    kept: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Sound chats that give no sample, by reason."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Records that cannot be used, by reason."""
+    examples: list[str] = field(default_factory=list)
+    """The first bad records: place and reason."""
+
+    def spoil(self, where: str, reason: str, detail: str) -> None:
+        """Count a bad record."""
+        self.bad[reason] += 1
+        if len(self.examples) < EXAMPLES_SHOWN:
+            self.examples.append(f"{where}: {detail}")
+
+    def check(self, max_bad_fraction: float) -> None:
+        """Raise UserError when too large a share of the records is bad."""
+        bad = self.bad.total()
+        if bad > max_bad_fraction * self.read:
+            raise UserError(
+                f"{bad} of {self.read} chats cannot be used, more than max_bad_fraction {max_bad_fraction:g} "
+                "allows. The first:\n  " + "\n  ".join(self.examples)
+            )
+
+    def sentence(self) -> str:
+        """Say it in one line."""
+        reasons = [f"{count} {reason}" for reason, count in (self.bad + self.filtered).most_common()]
+        dropped = f"; dropped: {', '.join(reasons)}" if reasons else ""
+        return f"{self.read} chats read, {self.kept} kept{dropped}"
+
+
+def encode_chats(
+    config: ExtractConfig, encoder: ChatEncoder, sources: Sequence[str], tally: ChatTally
+) -> Iterator[Sample]:
+    """Turn chats into samples one by one. Raises UserError when too many records are bad."""
+    for source in sources:
+        for record, where in read_chats(source):
+            if tally.read == config.limit:
+                break
+            tally.read += 1
+            try:
+                if isinstance(record, UnreadableRecord):
+                    raise ChatError("unreadable", record.error)
+                yield encoder.encode(record)
+                tally.kept += 1
+            except ChatError as error:
+                if error.unusable:
+                    tally.spoil(where, error.reason, str(error))
+                    if tally.read >= ENOUGH_TO_JUDGE:
+                        tally.check(config.max_bad_fraction)
+                else:
+                    tally.filtered[error.reason] += 1
+    tally.check(config.max_bad_fraction)
+
+
+def respond_config(config: ExtractConfig) -> RespondConfig:
+    """Return what the step that regenerates responses is asked to do."""
+    assert config.responses is not None
+    step = config.responses
+    return RespondConfig(
+        inputs=config.chats,
+        output=step.output,
+        target=None if step.endpoint else config.target.path,
+        revision=None if step.endpoint else config.target.revision,
+        endpoint=step.endpoint,
+        chat=config.chat,
+        generation=step.generation,
+        batch_size=step.batch_size,
+        part_records=step.part_records,
+        limit=config.limit,
+        max_bad_fraction=config.max_bad_fraction,
+    )
+
+
+def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
+    """Have the target answer the chats, in a process of its own on the first slot; resumes by itself."""
+    slots = worker_slots(config)[:1]
+    with WorkerPool(
+        slots,
+        python_module("flows.respond_worker"),
+        {},
+        start_timeout_s=config.workers.start_timeout_s,
+        silence_timeout_s=config.workers.silence_timeout_s,
+    ) as pool:
+        job = {"config": respond_config(config).model_dump(mode="json")}
+        result, _ = pool.run(job, on_message)
+    log.info("responses: %s", result["sentence"])
+
+
+def plan_dataset(config: ExtractConfig) -> Dataset:
+    """Open the data set that the configuration describes, or plan it from the chats.
+
+    A data set that is planned already is opened without reading more of the chats than their fingerprint.
+    Raises UserError.
+    """
+    sources = (config.responses.output,) if config.responses else config.chats
+    target, capture = describe_target(config.target)
+    spec = DatasetSpec(
+        target=target,
+        capture=capture,
+        codec=config.codec,
+        input_sha256=input_fingerprint(sources),
+        chat={**config.chat.model_dump(mode="json"), "limit": config.limit},
+        shard_tokens=config.shard_tokens,
+        row_group_bytes=config.row_group_bytes,
+    )
+    store = open_store(config.store)
+    folder = f"{config.name}-{spec.fingerprint[:12]}"
+    try:
+        dataset = open_dataset(f"{store.uri}/{folder}", spec)
+    except DatasetError:
+        tally = ChatTally()
+        encoder = ChatEncoder(load_tokenizer(config.target.path, config.target.revision), config.chat)
+        samples = encode_chats(config, encoder, sources, tally)
+        dataset = create_dataset(store, config.name, spec, samples)
+        log.info("%s", tally.sentence())
+    plan = dataset.plan
+    log.info(
+        "data set %s: %d samples, %d tokens (%d supervised) in %d shards",
+        *(dataset.uri, plan.samples, plan.tokens, plan.supervised, len(plan.shards)),
+    )
+    return dataset
+
+
+def worker_slots(config: ExtractConfig) -> tuple[str, ...]:
+    """Return the slots to use: those configured, else every visible GPU, else the CPU."""
+    if config.workers.slots:
+        return config.workers.slots
+    import torch
+
+    return tuple(str(i) for i in range(torch.cuda.device_count())) or ("cpu",)
+
+
+def open_pool(config: ExtractConfig, dataset: Dataset) -> WorkerPool:
+    """Return the pool of workers that capture this data set; none is started yet."""
+    workers = config.workers
+    setup = {
+        "target": config.target.model_dump(mode="json"),
+        "dataset": dataset.uri,
+        "parity_samples": config.parity_samples,
+        "scratch": workers.scratch,
+        "writer": workers.writer.model_dump(mode="json"),
+    }
+    return WorkerPool(
+        worker_slots(config),
+        python_module("flows.extract_worker"),
+        setup,
+        depth=JOBS_PER_WORKER,
+        start_timeout_s=workers.start_timeout_s,
+        silence_timeout_s=workers.silence_timeout_s,
+    )
+
+
+def wanted_shards(dataset: Dataset, only: Sequence[int] = ()) -> list[int]:
+    """Return the shards to do: the missing ones, or those named. Raises UserError for an unknown one."""
+    if not only:
+        return dataset.missing()
+    planned = len(dataset.plan.shards)
+    if unknown := sorted(shard for shard in only if not 0 <= shard < planned):
+        raise UserError(f"no such shards: {unknown}; the plan of {dataset.uri} has 0 to {planned - 1}")
+    return sorted(set(only))
+
+
+class ShardRunner:
+    """Has shards captured; remembers who failed at which, so that the next try goes elsewhere."""
+
+    def __init__(self, pool: WorkerPool, *, redo: bool) -> None:
+        """`redo`: capture shards that are committed already once more, and replace them."""
+        self._pool = pool
+        self._redo = redo
+        self._failed_on: dict[int, Worker | None] = {}
+
+    def prepare(self, on_message: OnMessage) -> None:
+        """Start a worker, which proves that the target is captured rightly, and publish the codec's scales.
+
+        Raises UserError when the target, the data set or the store cannot be used; JobError otherwise.
+        """
+        self._pool.run({"task": "scales"}, on_message)
+
+    def attempt(self, shard: int, on_message: OnMessage) -> Message:
+        """Capture one shard and return what the worker tells of it, with its name as "worker".
+
+        Raises JobError or UserError when this try failed, PoolClosed when no other can succeed.
+        """
+        job = {"task": "shard", "shard": shard, "replace": self._redo}
+        try:
+            result, worker = self._pool.run(job, on_message, avoid=self._failed_on.get(shard))
+        except JobError as error:
+            self._failed_on[shard] = error.worker
+            raise
+        return {**result, "worker": worker.name}
+
+
+@dataclass
+class Outcome:
+    """How the shards of a run ended."""
+
+    done: dict[int, Message] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Shard -> its last error."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row a shard for a table."""
+        rows = [shard_row(shard, result) for shard, result in self.done.items()]
+        rows += [{"shard": shard, "state": "failed", "error": text} for shard, text in self.failed.items()]
+        return sorted(rows, key=lambda row: row["shard"])
+
+
+def shard_row(shard: int, result: Message) -> dict[str, Any]:
+    """Return what people want to see of a finished shard."""
+    return {
+        "shard": shard,
+        "state": "found" if result["found"] else "done",
+        "worker": result["worker"],
+        "tokens": result["tokens"],
+        "seconds": round(result["seconds"], 2),
+        "tokens/s": round(result["tokens"] / max(result["seconds"], 1e-9)),
+        "MB": round(result["bytes"] / 1e6, 3),
+        "ratio": round(result["raw_bytes"] / max(result["bytes"], 1), 2),
+        "error": "",
+    }
+
+
+def finish_dataset(dataset: Dataset) -> Manifest:
+    """Check that every planned shard is committed, and seal the data set."""
+    manifest = dataset.seal()
+    worst = max(manifest.relative_error.values(), default=0.0)
+    log.info("sealed %s: %d bytes, relative error at most %.3g", dataset.uri, manifest.bytes, worst)
+    return manifest
+
+
+def redo_command(shards: Sequence[int]) -> str:
+    """Return the words that redo just these shards."""
+    names = ",".join(map(str, shards))
+    return (
+        f"dflash extract --config FILE --only {names}\n"
+        f"prefect deployment run extract-hidden-states/extract-hidden-states --param 'only=[{names}]'"
+    )
+
+
+def run_extraction(
+    config: ExtractConfig, only: Sequence[int] = (), report: Callable[[Outcome], None] | None = None
+) -> tuple[Dataset, Outcome]:
+    """Run the whole extraction without Prefect; the data set is sealed when no shard failed.
+
+    `report` is called after each shard. Raises UserError when nothing can be done at all.
+    """
+    if config.responses:
+        write_responses(config, log_message)
+    dataset = plan_dataset(config)
+    outcome = Outcome()
+    shards = wanted_shards(dataset, only)
+    if shards:
+        with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
+            runner = ShardRunner(pool, redo=bool(only))
+            runner.prepare(log_message)
+
+            def work(shard: int) -> None:
+                _try_shard(runner, shard, config.workers.attempts, outcome)
+                if report:
+                    report(outcome)
+
+            for future in [threads.submit(work, shard) for shard in shards]:
+                future.result()
+    if not outcome.failed:
+        finish_dataset(dataset)
+    return dataset, outcome
+
+
+def _try_shard(runner: ShardRunner, shard: int, attempts: int, outcome: Outcome) -> None:
+    for attempt in range(1, attempts + 1):
+        try:
+            outcome.done[shard] = runner.attempt(shard, log_message)
+            return
+        except PoolClosed as error:
+            outcome.failed[shard] = str(error)
+            return
+        except (JobError, UserError) as error:
+            outcome.failed[shard] = str(error)
+            log.warning("shard %d, try %d of %d: %s", shard, attempt, attempts, error)
+    log.error("shard %d is set aside after %d tries", shard, attempts)
+
+
+def log_message(message: Message) -> None:
+    """Write what a worker says to the log."""
+    level = logging.getLevelName(message.get("level", "INFO"))
+    if message["kind"] in ("log", "stderr"):
+        log.log(level if isinstance(level, int) else logging.INFO, "%s", message["text"])

@@ -1,0 +1,95 @@
+"""What the Prefect UI shows beside states and logs: progress, tables, plots and the final report."""
+
+from __future__ import annotations
+
+import base64
+import math
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from flows.extract_steps import Outcome
+from storage.dataset import Dataset
+
+ROWS_SHOWN = 1000
+"""Rows of a table artifact; a larger one makes the UI slow."""
+
+
+def start_progress(key: str, description: str) -> UUID:
+    """Create a progress artifact at 0 % and return its id."""
+    artifact = create_progress_artifact(progress=0.0, key=key, description=description)
+    assert isinstance(artifact, UUID)
+    return artifact
+
+
+def update_progress(artifact: UUID, fraction: float) -> None:
+    """Move a progress artifact."""
+    update_progress_artifact(artifact_id=artifact, progress=round(100 * fraction, 1))
+
+
+def publish_shards(outcome: Outcome) -> None:
+    """Show one row for each shard of the run."""
+    rows = outcome.rows()
+    more = f" (the first {ROWS_SHOWN} of {len(rows)})" if len(rows) > ROWS_SHOWN else ""
+    create_table_artifact(
+        table=[clean(row) for row in rows[:ROWS_SHOWN]], key="shards", description=f"Shards of this run{more}"
+    )
+
+
+def publish_failures(outcome: Outcome, command: str) -> None:
+    """Show what failed and how to redo just that."""
+    lines = ["## Shards that failed", "", "| shard | error |", "| --- | --- |"]
+    for shard, error in sorted(outcome.failed.items())[:ROWS_SHOWN]:
+        first_line = error.strip().splitlines()[0].replace("|", "\\|")
+        lines.append(f"| {shard} | {first_line} |")
+    lines += ["", "Redo just these:", "", "```", command, "```", "", "Errors in full:", "", "```"]
+    lines += list(dict.fromkeys(outcome.failed.values()))[:10]
+    create_markdown_artifact(markdown="\n".join([*lines, "```"]), key="failed-shards")
+
+
+def publish_dataset(dataset: Dataset) -> None:
+    """Show what the data set is and how large."""
+    create_markdown_artifact(markdown=dataset_summary(dataset), key="data-set")
+
+
+def dataset_summary(dataset: Dataset) -> str:
+    """Return a page on a data set, sealed or not, in Markdown."""
+    spec, plan = dataset.spec, dataset.plan
+    lines = [
+        f"## Data set {dataset.name}",
+        "",
+        f"* where: `{dataset.uri}`",
+        f"* target: {spec.target.name} ({spec.target.model_type}, {spec.target.num_layers} layers)",
+        f"* columns: {', '.join(dataset.columns)} ({spec.capture.tap_convention})",
+        f"* {plan.samples} samples, {plan.tokens} tokens, {plan.supervised} of them supervised",
+        f"* {len(plan.shards)} shards, codec {spec.codec}",
+    ]
+    if not dataset.sealed:
+        return "\n".join([*lines, f"* **not sealed**: {len(dataset.missing())} shards are missing", ""])
+    manifest = dataset.manifest()
+    per_token = manifest.bytes / max(plan.tokens, 1)
+    lines += [f"* sealed: {manifest.bytes} bytes, {per_token:.0f} a token", ""]
+    lines += ["| column | bytes | relative error |", "| --- | --- | --- |"]
+    for column, size in manifest.column_bytes.items():
+        lines.append(f"| {column} | {size} | {manifest.relative_error.get(column, 0.0):.4g} |")
+    return "\n".join([*lines, ""])
+
+
+def image(path: Path, title: str) -> str:
+    """Return a PNG file as a Markdown image that needs no server."""
+    return f"![{title}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
+
+
+def clean(row: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers that JSON cannot hold."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
