@@ -1,11 +1,37 @@
-"""`dflash evaluate`: a drafter, its target and prompts in; a table, a JSON file and a plot of acceptance lengths out."""
+"""`dflash evaluate`: drafter, target and prompts in; acceptance as table, JSON, plot and gate out."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dflash_core.configuration import Config
+import torch
+from pydantic import Field
+
+from dflash_core.acceptance import first_difference, stats_of
+from dflash_core.cached_target import CachedTarget
+from dflash_core.chat import ChatConfig, ChatEncoder
+from dflash_core.configuration import Config, UserError
+from dflash_core.export import load_exported
+from dflash_core.messages import ChatError, normalise
+from dflash_core.respond import Responder
+from dflash_core.speculative import (
+    BlockProposer,
+    DraftChoice,
+    DrafterProposer,
+    Generation,
+    greedy_generate,
+    speculative_generate,
+)
+from dflash_core.target_identity import target_spec
+from flows.acceptance_report import FamilyResult, check_gates, make_report, write_report
+from storage.chats import read_chats
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Progress = Callable[[int, int], None]
 
 
 class EvaluateConfig(Config):
@@ -13,23 +39,182 @@ class EvaluateConfig(Config):
 
     target: str
     """Folder or hub name of the target."""
+    revision: str | None = None
+    """Hub revision of the target."""
     drafter: Path
     """Exported drafter folder."""
-    prompts: dict[str, Path]
-    """Family name -> JSONL file of chats; the turns before the last assistant turn are the prompt."""
+    prompts: dict[str, str]
+    """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     output: Path
-    """Folder for acceptance.json and acceptance.png."""
-    prompts_per_family: int = 16
-    max_new_tokens: int = 256
-    temperature: float = 0.0
+    """Folder that gets acceptance.json and acceptance.png."""
+    chat: ChatConfig = ChatConfig()
+    """Template settings; must be those that the drafter was trained and will be served with."""
+    prompts_per_family: int = Field(default=16, ge=1)
+    """The first so many usable chats of each family."""
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Longer prompts are passed over."""
+    max_new_tokens: int = Field(default=256, ge=2)
+    temperature: float = Field(default=0.0, ge=0)
+    """0 decodes greedily and compares with the plain target; above 0 there is nothing to compare."""
+    drafts: DraftChoice = "argmax"
+    """With a temperature: propose the drafter's argmax, or a sample."""
     minimum_acceptance_length: float | None = None
     """The run fails when any family stays below this."""
-    tie_epsilon: float = 0.0
-    """Two logits no further apart than this count as a floating-point tie when texts differ; 0 demands equality."""
+    require_lossless: bool = True
+    """The run fails when a text differs from the plain target's by more than a floating-point tie."""
+    tie_tolerance: float | None = Field(default=None, ge=0)
+    """Two logits that differ by less than this share count as a tie. None: 0 for float32 on the CPU (texts
+    must be
+    equal), 0.0001 for float32 on a GPU, 0.02 for bfloat16 (whose steps are 0.4 to 0.8 per cent)."""
     device: str = "auto"
-    dtype: str = "bfloat16"
+    """"auto" is the first GPU, or the CPU."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of target and drafter."""
+    seed: int = 0
+    """Of sampling."""
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Measure, write JSON and PNG, print the table and return the report. Raises UserError below the gate."""
-    raise NotImplementedError
+def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure real speculative decoding on every family; write acceptance.json and acceptance.png.
+
+    `progress` is told (prompts done, prompts in all). Returns the report. Raises UserError when drafter and
+    target do not belong together, a family has no usable prompt, or (after the files are written) a gate is
+    missed.
+    """
+    started = time.perf_counter()
+    device = _device(config.device)
+    dtype = _DTYPES[config.dtype]
+    spec = target_spec(config.target, config.revision, None)
+    drafter = load_exported(config.drafter, target=spec, device=device, dtype=dtype)
+    responder = Responder(config.target, config.revision, config.chat, device, dtype)
+    families = {
+        name: read_prompts(source, responder.encoder, config) for name, source in config.prompts.items()
+    }
+    total = sum(len(prompts) for prompts in families.values())
+    results: dict[str, FamilyResult] = {}
+    done = 0
+    with CachedTarget(responder.model, drafter.config.tap_layer_ids) as target:
+        proposer = DrafterProposer(drafter, target)
+        _warm_up(target, proposer, next(iter(families.values()))[0], config)
+        for name, prompts in families.items():
+            before = done
+
+            def told(count: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + count, total)
+
+            results[name] = measure(target, proposer, prompts, config, responder.stop_ids, told)
+            done += len(prompts)
+    settings = {
+        **config.model_dump(
+            mode="json", include={"target", "drafter", "temperature", "max_new_tokens", "dtype"}
+        ),
+        "device": str(device),
+        "seconds": time.perf_counter() - started,
+    }
+    greedy = config.temperature == 0
+    report = make_report(results, drafter.config.block_size, greedy=greedy, settings=settings)
+    write_report(report, config.output)
+    check_gates(report, config.minimum_acceptance_length, require_lossless=config.require_lossless)
+    return report
+
+
+def read_prompts(source: str, encoder: ChatEncoder, config: EvaluateConfig) -> list[list[int]]:
+    """Token ids of the first `prompts_per_family` usable prompts. Raises UserError when there is none."""
+    prompts = list(islice(_prompts(source, encoder, config.max_prompt_tokens), config.prompts_per_family))
+    if not prompts:
+        raise UserError(
+            f"{source} has no usable prompt: each chat needs a user turn, and at most "
+            f"{config.max_prompt_tokens} tokens before its last answer"
+        )
+    return prompts
+
+
+def _prompts(source: str, encoder: ChatEncoder, longest: int) -> Iterator[list[int]]:
+    for record, _ in read_chats(source):
+        try:
+            messages, tools = normalise(_with_answer(record))
+            roles = [message["role"] for message in messages]
+            last = len(roles) - 1 - roles[::-1].index("assistant")
+            ids = encoder.prompt_ids(messages[:last], tools)
+        except ChatError:
+            continue
+        if "user" in roles[:last] and len(ids) <= longest:
+            yield ids
+
+
+def _with_answer(record: dict[str, Any]) -> dict[str, Any]:
+    """A chat that ends with a question gets an answer, which nobody reads: `normalise` wants one."""
+    for key in ("messages", "conversations"):
+        turns = record.get(key)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
+            asked = turns[-1].get("role", turns[-1].get("from")) in ("user", "human")
+            return {**record, key: [*turns, {"role": "assistant", "content": "?"}]} if asked else record
+    return record
+
+
+def measure(
+    target: CachedTarget,
+    proposer: BlockProposer,
+    prompts: Sequence[list[int]],
+    config: EvaluateConfig,
+    stop_ids: Sequence[int],
+    progress: Callable[[int], None] | None = None,
+) -> FamilyResult:
+    """Decode each prompt with drafted blocks and, when greedy, without; compare texts and add up."""
+    tolerance = _tolerance(config, target.device)
+    chance = torch.Generator(device=target.device).manual_seed(config.seed)
+    drafted: list[Generation] = []
+    plain_seconds = 0.0
+    differences = []
+    limits = {"max_new_tokens": config.max_new_tokens, "stop_ids": frozenset(stop_ids)}
+    for number, prompt in enumerate(prompts):
+        drafted.append(
+            speculative_generate(
+                target,
+                proposer,
+                prompt,
+                temperature=config.temperature,
+                drafts=config.drafts,
+                generator=chance,
+                **limits,  # type: ignore[arg-type]
+            )
+        )
+        if config.temperature == 0:
+            plain = greedy_generate(target, prompt, **limits)  # type: ignore[arg-type]
+            plain_seconds += plain.decode_seconds
+            difference = first_difference(plain, drafted[-1], tolerance=tolerance)
+            differences += [(number, difference)] if difference is not None else []
+        if progress is not None:
+            progress(number + 1)
+    return FamilyResult(
+        stats=stats_of(drafted, proposer.block_size),
+        prompts=len(prompts),
+        new_tokens=sum(len(generation.token_ids) for generation in drafted),
+        plain_seconds=plain_seconds,
+        speculative_seconds=sum(generation.decode_seconds for generation in drafted),
+        differences=differences,
+    )
+
+
+def _warm_up(
+    target: CachedTarget, proposer: BlockProposer, prompt: list[int], config: EvaluateConfig
+) -> None:
+    """The first kernels of a process are slow; keep them out of the times."""
+    few = min(8, config.max_new_tokens)
+    greedy_generate(target, prompt, max_new_tokens=few)
+    speculative_generate(target, proposer, prompt, max_new_tokens=few)
+
+
+def _tolerance(config: EvaluateConfig, device: torch.device) -> float:
+    if config.tie_tolerance is not None:
+        return config.tie_tolerance
+    if config.dtype == "bfloat16":
+        return 0.02
+    return 0.0 if device.type == "cpu" else 1e-4
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

@@ -1,0 +1,125 @@
+"""What an evaluation found: per family of prompts and together, as JSON, plot, table and gate."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_core.acceptance import AcceptanceStats, Difference
+from dflash_core.configuration import UserError
+from flows.plots import plot_acceptance
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyResult:
+    """One family of prompts, measured."""
+
+    stats: AcceptanceStats
+    prompts: int
+    new_tokens: int
+    plain_seconds: float
+    """Decoding time of the plain target (0 with a temperature)."""
+    speculative_seconds: float
+    differences: list[tuple[int, Difference]]
+    """(prompt number, first difference) of every text that is not the plain target's."""
+
+    @property
+    def lossless(self) -> bool:
+        """Every text equals the plain target's, or leaves it at a floating-point tie."""
+        return all(difference.tie for _, difference in self.differences)
+
+    def report(self) -> dict[str, Any]:
+        """The family's entry in acceptance.json."""
+        timed = self.plain_seconds > 0
+        return {
+            **self.stats.report(),
+            "prompts": self.prompts,
+            "new_tokens": self.new_tokens,
+            "speed_up": self.plain_seconds / self.speculative_seconds if timed else None,
+            "plain_seconds": self.plain_seconds,
+            "speculative_seconds": self.speculative_seconds,
+            "lossless": self.lossless if timed else None,
+            "equal_texts": self.prompts - len(self.differences) if timed else None,
+            "ties": sum(difference.tie for _, difference in self.differences),
+            "differences": [{"prompt": i, **asdict(difference)} for i, difference in self.differences],
+        }
+
+
+def make_report(
+    results: dict[str, FamilyResult], block_size: int, *, greedy: bool, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of acceptance.json: all families together, then each, then `settings` as they are."""
+    stats = [result.stats for result in results.values()]
+    together = sum(stats[1:], start=stats[0])
+    plain = sum(result.plain_seconds for result in results.values())
+    speculative = sum(result.speculative_seconds for result in results.values())
+    return {
+        **together.report(),
+        "speed_up": plain / speculative if greedy else None,
+        "lossless": all(result.lossless for result in results.values()) if greedy else None,
+        "families": {name: result.report() for name, result in results.items()},
+        "block_size": block_size,
+        **settings,
+    }
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write acceptance.json and acceptance.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_without_nan(report), indent=2, allow_nan=False)
+    (folder / "acceptance.json").write_text(text + "\n")
+    title = f"{report['acceptance_length']:.2f} tokens a target call, blocks of {report['block_size']}"
+    plot_acceptance(report["families"], folder / "acceptance.png", title)
+
+
+def check_gates(report: dict[str, Any], minimum: float | None, *, require_lossless: bool) -> None:
+    """Raise UserError naming every family that is below the minimum or not lossless."""
+    misses = []
+    for name, family in report["families"].items():
+        got = family["acceptance_length"]
+        if minimum is not None and not got >= minimum:
+            misses.append(f"{name}: acceptance length {got:.2f} is below {minimum:.2f}")
+        if require_lossless and family["lossless"] is False:
+            wrong = next(d for d in family["differences"] if not d["tie"])
+            misses.append(f"{name}: text of prompt {wrong['prompt']} differs at token {wrong['position']}")
+    if misses:
+        raise UserError(f"the drafter is not good enough: {'; '.join(misses)}")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the table of families on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Acceptance, blocks of {report['block_size']}")
+    table.add_column("family")
+    for column in ("prompts", "tokens", "tokens a call", "slot 1", "slot 2", "slot 4", "speed-up", "text"):
+        table.add_column(column, justify="right")
+    rows = dict(report["families"])
+    if len(rows) > 1:
+        rows["all"] = {**report, "prompts": sum(f["prompts"] for f in rows.values())}
+    for name, family in rows.items():
+        slots = family["per_slot"]
+        shown = [f"{slots[k - 1]:.2f}" if k <= len(slots) else "" for k in (1, 2, 4)]
+        speed = family.get("speed_up")
+        table.add_row(
+            name,
+            str(family["prompts"]),
+            str(family["tokens"]),
+            f"{family['acceptance_length']:.2f}",
+            *shown,
+            f"{speed:.2f}x" if speed else "",
+            {True: "equal", False: "DIFFERS", None: "sampled"}[family["lossless"]],
+        )
+    Console().print(table)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
