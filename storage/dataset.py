@@ -1,210 +1,482 @@
-"""A data set on a store: its identity, the plan of its shards, one commit record a shard, and the seal over all of them."""
+"""A data set on a store: created from samples, committed shard by shard, sealed when whole."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from pydantic import ValidationError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 
-from dflash_core.configuration import Config, UserError
-from dflash_core.records import CaptureSpec, Sample, TargetSpec
-from storage.objects import Store
-from storage.shard_format import FORMAT_VERSION, ShardRecord
+from dflash_core.records import Sample
+from storage.codec import ErrorSums, parse_codec
+from storage.dataset_spec import (
+    INDEX_KEY,
+    MANIFEST_KEY,
+    PLAN_KEY,
+    RECORDS,
+    SCALES_FILE,
+    SHARDS,
+    SPEC_KEY,
+    DatasetError,
+    DatasetSpec,
+    Manifest,
+    Plan,
+    PlannedShard,
+    SealedShard,
+    dataset_folder,
+    differing_fields,
+    record_key,
+    samples_key,
+    software_versions,
+)
+from storage.objects import ObjectExists, ObjectNotFound, Store, open_store
+from storage.planning import read_samples, write_plan
+from storage.shard_format import ShardCorrupt, ShardRecord, mend
+
+__all__ = [
+    "Dataset",
+    "DatasetError",
+    "DatasetSpec",
+    "Index",
+    "Manifest",
+    "Plan",
+    "PlannedShard",
+    "ShardAlreadyCommitted",
+    "ShardCorrupt",
+    "ShardRecord",
+    "create_dataset",
+    "open_dataset",
+]
 
 
-class DatasetError(UserError):
-    """The data set is not there, unfinished, or not the one that was meant."""
-
-
-class ShardAlreadyCommitted(UserError):
+class ShardAlreadyCommitted(DatasetError):
     """Another worker committed this shard first; what this one wrote has been removed."""
-
-
-class ShardCorrupt(UserError):
-    """Bytes of a shard are missing or wrong: the message names shard and row group and the command that repairs it."""
-
-
-class DatasetSpec(Config):
-    """Everything that changes the content of a data set. Its fingerprint is the data set's identity."""
-
-    target: TargetSpec
-    capture: CaptureSpec
-    codec: str = "tolerance=0.1"
-    """"lossless", "fp8" or "tolerance=<relative error>"."""
-    input_sha256: str
-    """Fingerprint of the chats."""
-    chat: dict[str, Any] = {}
-    """The chat settings (JSON), template and maximal length included."""
-    duplicate_ids: Literal["error", "drop"] = "error"
-    """What to do with a second sample of the same id."""
-    shard_tokens: int = 65_536
-    """A shard takes whole samples until the next would pass this number."""
-    row_group_bytes: int = 64 << 20
-    """No row group holds more than so many bytes of bf16 states (before encoding); longer samples are cut in parts."""
-    row_group_fill_bytes: int = 4 << 20
-    """Short samples share a row group until it holds so many bytes of bf16 states."""
-    calibration_tokens: int = 65_536
-    """Scales come from the first samples of the data set, up to so many tokens."""
-    format_version: int = FORMAT_VERSION
-
-    @property
-    def fingerprint(self) -> str:
-        """64 hex digits."""
-        raise NotImplementedError
-
-
-class PlannedShard(Config):
-    """One shard of the plan."""
-
-    shard: int
-    samples: int
-    tokens: int
-    supervised: int
-    rows: int
-    row_groups: int
-    samples_sha256: str
-    """Of samples/NNNNN.parquet, its input."""
-
-
-class Plan(Config):
-    """All shards, as a function of the samples alone: any number of workers writes the same ones."""
-
-    fingerprint: str
-    samples: int
-    tokens: int
-    supervised: int
-    duplicates_dropped: int
-    index_sha256: str
-    shards: tuple[PlannedShard, ...]
-
-
-class Manifest(Config):
-    """Written last; its presence says that the data set is complete."""
-
-    fingerprint: str
-    plan_sha256: str
-    scales_sha256: str | None
-    shards: tuple[dict[str, Any], ...]
-    """shard, object, size, sha256, tokens, record_sha256."""
-    tokens: int
-    bytes: int
-    relative_error: dict[str, float]
-    column_bytes: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Index:
-    """Where each sample lies; N samples in plan order."""
+    """Where each sample lies; N samples in plan order, all int32."""
 
-    sample_ids: Any
-    """pyarrow string array [N]; index.sample_ids[i].as_py()"""
+    sample_ids: pa.ChunkedArray
+    """Strings [N]; `index.sample_ids[i].as_py()`."""
     shard_N: np.ndarray
-    """int32"""
     row_group_N: np.ndarray
-    """int32: row group of part 0; part p lies in row group + p."""
+    """Row group of part 0; part p lies in row group + p."""
     row_N: np.ndarray
-    """int32: row of part 0 inside its row group; later parts are row 0 of theirs."""
+    """Row of part 0 inside its row group; later parts are row 0 of theirs."""
     parts_N: np.ndarray
-    """int32"""
     tokens_N: np.ndarray
-    """int32"""
     supervised_N: np.ndarray
-    """int32: tokens whose loss mask is set."""
+    """Tokens whose loss mask is set."""
+
+    def __len__(self) -> int:
+        return len(self.tokens_N)
 
 
 class Dataset:
-    """An existing data set. Cheap to open: plan and index are read on first use."""
+    """An existing data set. Cheap to open: plan, index and records are read on first use."""
 
-    store: Store
-    """Store whose root is the data set's folder."""
-    name: str
-    spec: DatasetSpec
-    fingerprint: str
-
-    @property
-    def uri(self) -> str: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def index(self) -> Index: ...
+    def __init__(self, store: Store, spec: DatasetSpec) -> None:
+        """`store` is the data set's own folder; most callers want `open_dataset`."""
+        self.store, self.spec = store, spec
+        self.fingerprint = spec.fingerprint
+        self.uri = store.uri
+        self.name = store.uri.rpartition("/")[2].rpartition("-")[0]
+        self._sealed: dict[int, SealedShard] = {}
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Data columns in stored order."""
-        ...
+        return self.spec.capture.columns
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan. Raises DatasetError when it belongs to another data set."""
+        plan = Plan.model_validate_json(self._get(PLAN_KEY, "its creation did not finish: create it again"))
+        self._check_fingerprint(plan.fingerprint, PLAN_KEY)
+        return plan
+
+    @cached_property
+    def index(self) -> Index:
+        """The index, digest checked."""
+        data = self.store.get(INDEX_KEY)
+        self._check_digest(data, self.plan.index_sha256, INDEX_KEY)
+        table = pq.read_table(pa.BufferReader(data))
+        numbers = {f"{name}_N": table[name].to_numpy() for name in table.column_names if name != "sample_id"}
+        return Index(sample_ids=table["sample_id"], **numbers)
 
     def samples(self, shard: int) -> list[Sample]:
-        """Read the input of one shard, in plan order (digest checked)."""
-        ...
+        """Read the input of one shard, in plan order, digest checked."""
+        data = self.store.get(samples_key(shard))
+        self._check_digest(data, self._planned(shard).samples_sha256, samples_key(shard))
+        return read_samples(data)
 
     def calibration_samples(self) -> list[Sample]:
-        """The fixed subset that scales are computed from: the first samples, up to spec.calibration_tokens."""
-        ...
+        """The fixed subset that scales come from: the first samples, spec.calibration_tokens at least."""
+        chosen: list[Sample] = []
+        held = 0
+        for planned in self.plan.shards:
+            for sample in self.samples(planned.shard):
+                if held >= self.spec.calibration_tokens:
+                    return chosen
+                chosen.append(sample)
+                held += sample.num_tokens
+        return chosen
+
+    # Scales.
 
     def scales(self) -> dict[str, torch.Tensor] | None:
-        """Column -> float32 [D], or None when not published yet (or not needed by the codec)."""
-        ...
+        """Column -> float32 [D], or None when not published (yet, or because the codec has none)."""
+        data = self.scales_bytes
+        return None if data is None else load_safetensors(data)
+
+    @property
+    def scales_bytes(self) -> bytes | None:
+        """scales.safetensors as it is; None when there is none."""
+        if "_scales" not in self.__dict__:
+            try:
+                self._scales = self.store.get(SCALES_FILE)
+            except ObjectNotFound:
+                return None
+        return self._scales
+
+    @property
+    def scales_sha256(self) -> str | None:
+        data = self.scales_bytes
+        return None if data is None else hashlib.sha256(data).hexdigest()
 
     def publish_scales(self, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Publish the scales once; returns those that count: another worker's, when it was first."""
-        ...
+        """Publish the scales once; returns those that count: another worker's, when it was first.
+
+        Raises DatasetError unless there is one finite, positive float32 [D] for each data column.
+        """
+        width = self.spec.target.hidden_size
+        for column in self.columns:
+            scale = scales.get(column)
+            good = scale is not None and scale.shape == (width,) and scale.dtype == torch.float32
+            if not good or scale is None or not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise DatasetError(f"the scales of {column} must be {width} finite positive float32 values")
+        kept = {column: scales[column].cpu().contiguous() for column in self.columns}
+        with suppress(ObjectExists):
+            self.store.put_bytes(SCALES_FILE, save_safetensors(kept))
+        found = self.scales()
+        assert found is not None
+        return found
+
+    # Commit records.
 
     def missing(self) -> list[int]:
         """Shards without a commit record (one listing)."""
-        ...
+        done = {self._shard_of(info.key) for info in self.store.list(RECORDS)}
+        return [planned.shard for planned in self.plan.shards if planned.shard not in done]
+
+    def committed(self, shard: int) -> bool:
+        """Whether one shard has a commit record."""
+        self._planned(shard)
+        return self._exists(record_key(shard))
 
     def record(self, shard: int) -> ShardRecord:
-        """Read one commit record. Raises DatasetError when the shard is not committed or belongs to another data set."""
-        ...
+        """Read one commit record; after `manifest`, only the one that was sealed is accepted.
+
+        Raises DatasetError when the shard is not committed, or the record belongs to another data set.
+        """
+        data = self._get(record_key(shard), f"shard {shard} is not extracted yet: run the extraction")
+        if shard in self._sealed and hashlib.sha256(data).hexdigest() != self._sealed[shard].record_sha256:
+            raise ShardCorrupt(
+                f"{self.uri}/{record_key(shard)} is not the one that was sealed; {mend(self.uri)}"
+            )
+        try:
+            record = ShardRecord.model_validate_json(data)
+        except ValidationError as error:
+            faults = f"{self.uri}/{record_key(shard)} is no commit record ({error.error_count()} faults)"
+            raise ShardCorrupt(f"{faults}; {mend(self.uri)}") from None
+        self._check_record(record, shard)
+        return record
 
     def records(self, threads: int = 16) -> dict[int, ShardRecord]:
-        """Read all commit records, in parallel."""
-        ...
+        """Read all commit records that there are, in parallel."""
+        done = sorted(self._shard_of(info.key) for info in self.store.list(RECORDS))
+        with ThreadPoolExecutor(threads) as pool:
+            return dict(zip(done, pool.map(self.record, done), strict=True))
 
     def commit(self, record: ShardRecord, *, replace: bool = False) -> None:
         """Make a shard exist. Its object must be in the store already.
 
-        Raises ShardAlreadyCommitted when somebody was first (the caller's object is removed unless it is the very
-        same one). `replace` puts the record in the place of the present one and then removes the old object.
+        `replace` breaks the seal, puts the record in the place of the present one, then removes the old
+        object. Raises ShardAlreadyCommitted when somebody was first: the caller's object is removed, unless
+        it is the very one that counts.
         """
-        ...
+        self._check_record(record, record.shard)
+        key, data = record_key(record.shard), record_bytes(record)
+        try:
+            if replace and self._exists(key):
+                etag, old = self.store.head(key).etag, self.record(record.shard)
+                self.unseal()
+                self.store.replace(key, data, etag)
+                if old.object != record.object:
+                    self.store.delete(old.object)
+            else:
+                self.store.put_bytes(key, data)
+        except ObjectExists:
+            if self.record(record.shard).object != record.object:
+                self.store.delete(record.object)
+            raise ShardAlreadyCommitted(
+                f"shard {record.shard} of {self.uri} was committed by another worker; its version counts"
+            ) from None
+
+    def drop(self, shard: int) -> None:
+        """Forget a shard (repair): break the seal, remove its record, then every object that it may have."""
+        self.unseal()
+        self.store.delete(record_key(shard))
+        for info in list(self.store.list(f"{SHARDS}{shard:05d}-")):
+            self.store.delete(info.key)
+
+    # The seal.
 
     def seal(self) -> Manifest:
-        """Write manifest.json once every planned shard has a record; idempotent; rewrites it after a redo.
+        """Write manifest.json once every planned shard has a record and its object; idempotent.
 
-        Raises DatasetError naming the missing shards.
+        Raises DatasetError naming the missing shards, ShardCorrupt when an object is gone or of another size.
         """
-        ...
+        records = self.records()
+        absent = [planned.shard for planned in self.plan.shards if planned.shard not in records]
+        if absent:
+            raise DatasetError(
+                f"{self.uri} lacks {len(absent)} of {len(self.plan.shards)} shards: {_some(absent)}"
+            )
+        sizes = {info.key: info.size for info in self.store.list(SHARDS)}
+        for shard, record in records.items():
+            if sizes.get(record.object) != record.size:
+                state = "is gone" if record.object not in sizes else f"has {sizes[record.object]} bytes"
+                raise ShardCorrupt(f"shard {shard} of {self.uri}: {record.object} {state}; {mend(self.uri)}")
+        manifest = self._manifest_of(records)
+        data = manifest.model_dump_json(indent=1).encode()
+        try:
+            self.store.put_bytes(MANIFEST_KEY, data)
+        except ObjectExists:
+            etag = self.store.head(MANIFEST_KEY).etag
+            if self.store.get(MANIFEST_KEY) != data:
+                self.store.replace(MANIFEST_KEY, data, etag)
+        return manifest
 
     @property
-    def sealed(self) -> bool: ...
+    def sealed(self) -> bool:
+        """Whether the seal is there (it is looked up each time)."""
+        return self._exists(MANIFEST_KEY)
 
     def manifest(self) -> Manifest:
-        """Read the seal and check that it belongs to this data set. Raises DatasetError when unsealed."""
-        ...
+        """Read the seal, and from now on accept only the records that it names.
+
+        Raises DatasetError when the data set is not sealed, or the seal belongs to another data set or plan.
+        """
+        data = self._get(MANIFEST_KEY, "it is not complete: run the extraction to its end")
+        try:
+            manifest = Manifest.model_validate_json(data)
+        except ValidationError:
+            raise DatasetError(
+                f"{self.uri}/{MANIFEST_KEY} is damaged: remove it and run the extraction again"
+            ) from None
+        self._check_fingerprint(manifest.fingerprint, MANIFEST_KEY)
+        if manifest.plan_sha256 != self._plan_sha256 or manifest.scales_sha256 != self.scales_sha256:
+            raise DatasetError(
+                f"{self.uri}/{MANIFEST_KEY} belongs to another plan or other scales than lie beside it"
+            )
+        self._sealed = {shard.shard: shard for shard in manifest.shards}
+        return manifest
+
+    def unseal(self) -> None:
+        """Remove the seal: a data set whose shards are about to change is not complete."""
+        self._sealed = {}
+        self.store.delete(MANIFEST_KEY)
+
+    def _manifest_of(self, records: dict[int, ShardRecord]) -> Manifest:
+        return Manifest(
+            fingerprint=self.fingerprint,
+            plan_sha256=self._plan_sha256,
+            scales_sha256=self.scales_sha256,
+            samples=self.plan.samples,
+            tokens=self.plan.tokens,
+            bytes=sum(record.size for record in records.values()),
+            relative_error={c: total_error(records.values(), c).relative_error for c in self.columns},
+            column_bytes={
+                c: sum(record.column_bytes[c] for record in records.values()) for c in self.columns
+            },
+            shards=tuple(
+                SealedShard(
+                    shard=shard,
+                    object=record.object,
+                    size=record.size,
+                    sha256=record.sha256,
+                    tokens=record.tokens,
+                    record_sha256=hashlib.sha256(record_bytes(record)).hexdigest(),
+                )
+                for shard, record in sorted(records.items())
+            ),
+        )
+
+    # Small checks.
+
+    @cached_property
+    def _plan_sha256(self) -> str:
+        return hashlib.sha256(self.store.get(PLAN_KEY)).hexdigest()
+
+    def _planned(self, shard: int) -> PlannedShard:
+        if not 0 <= shard < len(self.plan.shards):
+            raise DatasetError(f"{self.uri} has shards 0 to {len(self.plan.shards) - 1}, not {shard}")
+        return self.plan.shards[shard]
+
+    def _check_record(self, record: ShardRecord, shard: int) -> None:
+        where = record_key(shard)
+        self._check_fingerprint(record.fingerprint, where)
+        planned = self._planned(shard)
+        if (record.shard, record.samples, record.tokens, record.rows) != (
+            shard,
+            planned.samples,
+            planned.tokens,
+            planned.rows,
+        ):
+            raise ShardCorrupt(f"{self.uri}/{where} does not fit the plan of shard {shard}; {mend(self.uri)}")
+        if parse_codec(self.spec.codec).needs_scales and record.scales_sha256 != self.scales_sha256:
+            raise ShardCorrupt(f"{self.uri}/{where} was written with other scales; {mend(self.uri)}")
+
+    def _check_fingerprint(self, found: str, where: str) -> None:
+        if found != self.fingerprint:
+            raise DatasetError(
+                f"{self.uri}/{where} belongs to another data set (fingerprint {found[:12]}, not "
+                f"{self.fingerprint[:12]}): put the right one back, or extract into another folder"
+            )
+
+    def _check_digest(self, data: bytes, wanted: str, key: str) -> None:
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise DatasetError(
+                f"{self.uri}/{key} is damaged (its sha256 is not the planned one): remove it and {PLAN_KEY}, "
+                "and run the extraction again on the same chats; the shards stay"
+            )
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.store.head(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _get(self, key: str, otherwise: str) -> bytes:
+        try:
+            return self.store.get(key)
+        except ObjectNotFound:
+            raise DatasetError(f"{self.uri} has no {key}; {otherwise}") from None
+
+    def _shard_of(self, key: str) -> int:
+        number = key.removeprefix(RECORDS).removesuffix(".json")
+        if not number.isdecimal():
+            raise DatasetError(f"{self.uri}/{key} is no commit record: remove it")
+        return int(number)
+
+
+def total_error(records: Iterable[ShardRecord], column: str) -> ErrorSums:
+    """Add up what encoding did to one column of some shards."""
+    total = ErrorSums()
+    for record in records:
+        a, b, c, d = record.error_sums[column]
+        total += ErrorSums(squared_error=a, squared_value=b, scaled_squared_error=c, scaled_values=d)
+    return total
+
+
+def record_bytes(record: ShardRecord) -> bytes:
+    """The commit record as it is stored."""
+    return record.model_dump_json().encode()
 
 
 def create_dataset(
     store: Store, name: str, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None = None
 ) -> Dataset:
-    """Create `<name>-<fingerprint[:12]>/` from a stream of samples, or finish (or return) the same one.
+    """Create `<name>-<fingerprint[:12]>/` on the store from a stream of samples, finish it, or return it.
 
-    Memory is bounded by one shard's tokens; a killed creation is finished by calling again with the same stream.
-    Raises DatasetError: duplicate ids, no sample, or a stream that differs from what was already written.
+    Memory is bounded by a few shards' tokens; a killed creation is finished by the same call.
+    A finished one is returned without reading the stream.
+    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written.
     """
-    raise NotImplementedError
+    root = store.child(dataset_folder(name, spec))
+    written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
+    try:
+        root.put_bytes(SPEC_KEY, json.dumps(written, indent=1, sort_keys=True).encode())
+    except ObjectExists:
+        _check_same_spec(root, spec)
+    dataset = Dataset(root, spec)
+    if not dataset._exists(PLAN_KEY):
+        write_plan(root, spec, samples, scratch_dir)
+    return dataset
 
 
 def open_dataset(uri: str | Path, expected: DatasetSpec | None = None) -> Dataset:
-    """Open the data set at `uri` (its own folder, or a folder that holds exactly one).
+    """Open the data set at `uri`: its own folder, or a folder that holds exactly one.
 
-    Raises DatasetError when there is none, when its creation did not finish, or when `expected` differs: the message
-    names the differing fields.
+    Raises DatasetError when there is none, when its creation did not finish, or when `expected` differs: the
+    message names the differing fields.
     """
-    raise NotImplementedError
+    store = open_store(uri)
+    try:
+        spec = _read_spec(store)
+    except ObjectNotFound:
+        store = _only_dataset_in(store)
+        spec = _read_spec(store)
+    if expected is not None:
+        _check_same_spec(store, expected)
+    dataset = Dataset(store, spec)
+    _ = dataset.plan
+    return dataset
+
+
+def _only_dataset_in(store: Store) -> Store:
+    found = []
+    for folder in store.folders():
+        child = store.child(folder)
+        try:
+            child.head(SPEC_KEY)
+        except ObjectNotFound:
+            continue
+        found.append(child)
+    if len(found) == 1:
+        return found[0]
+    what = (
+        f"several data sets, say which: {_some([child.uri for child in found])}" if found else "no data set"
+    )
+    raise DatasetError(f"{store.uri} holds {what}")
+
+
+def _read_spec(store: Store) -> DatasetSpec:
+    data = store.get(SPEC_KEY)
+    try:
+        return DatasetSpec.model_validate(json.loads(data)["spec"])
+    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"{store.uri}/{SPEC_KEY} cannot be understood by this version of the software: {error}"
+        ) from None
+
+
+def _check_same_spec(store: Store, spec: DatasetSpec) -> None:
+    there = _read_spec(store)
+    if there.fingerprint != spec.fingerprint:
+        raise DatasetError(
+            f"{store.uri} was made with another configuration and takes nothing of this one:\n  "
+            + "\n  ".join(differing_fields(spec, there))
+            + "\nGo back to that configuration, or choose another name or folder"
+        )
+
+
+def _some(items: list[Any], limit: int = 12) -> str:
+    shown = ", ".join(str(item) for item in items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"

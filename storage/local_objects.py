@@ -33,6 +33,7 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
         self.uri = f"file://{self._root}"
+        self.scratch_dir: Path | None = self._root
 
     def child(self, folder: str) -> LocalStore:
         return LocalStore(self._root / check_key(folder))
@@ -154,6 +155,11 @@ class LocalStore:
         for path in folder.rglob("*"):
             if path.relative_to(self._root).as_posix().startswith(prefix) and path.is_file():
                 yield path
+
+    def folders(self) -> Sequence[str]:
+        if not self._root.is_dir():
+            return []
+        return sorted(path.name for path in self._root.iterdir() if path.is_dir())
 
     # Removing.
 

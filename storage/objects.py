@@ -66,6 +66,8 @@ class Store(Protocol):
 
     uri: str
     """Address of the root, without credentials: file:///abs/path or s3://bucket/prefix."""
+    scratch_dir: Path | None
+    """Where unpublished files are best written: the store's own file system, if it has one."""
 
     def put_file(self, key: str, source: Path | BinaryIO, *, overwrite: bool = False) -> None:
         """Publish a file (a path, or an open binary file with a descriptor) whole or not at all.
@@ -96,6 +98,9 @@ class Store(Protocol):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Describe every object whose key begins with `prefix`, in no promised order."""
+
+    def folders(self) -> Sequence[str]:
+        """Name the folders directly below the root that hold any object."""
 
     def delete(self, key: str) -> None:
         """Remove an object; silent when there is none."""
@@ -299,6 +304,7 @@ class S3Store:
         self._connection, self._client, self._config = connection, connection.client, connection.config
         self._bucket, self._prefix = bucket, prefix.strip("/") + "/" if prefix.strip("/") else ""
         self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
+        self.scratch_dir: Path | None = None
 
     def child(self, folder: str) -> S3Store:
         return S3Store(self._connection, self._bucket, self._prefix + check_key(folder))
@@ -493,6 +499,16 @@ class S3Store:
                 for item in page.get("Contents", ()):
                     key, modified = item["Key"][len(self._prefix) :], item["LastModified"].timestamp()
                     yield ObjectInfo(key=key, size=item["Size"], etag=item["ETag"], modified=modified)
+
+    def folders(self) -> Sequence[str]:
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._translated("listing", ""):
+            found = [
+                item["Prefix"][len(self._prefix) : -1]
+                for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix, Delimiter="/")
+                for item in page.get("CommonPrefixes", ())
+            ]
+        return sorted(found)
 
     # Removing.
 

@@ -1,4 +1,4 @@
-"""What a shard looks like inside: rows planned from lengths, the Parquet file, cells found in its raw bytes."""
+"""What a shard looks like inside: rows planned from lengths, the Parquet file, cells in its raw bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DATA_PAGE, _PLAIN = 0, 0
 
 
 class ShardCorrupt(UserError):
-    """Bytes of a shard are missing or wrong; the message names shard, rows and the command that repairs it."""
+    """Bytes of a shard are missing or wrong; the message names shard, rows and the remedy."""
 
 
 class PlannedRow(NamedTuple):
@@ -100,9 +100,9 @@ class ShardRecord(Config):
     """Data columns in stored order."""
     row_groups: tuple[RowGroupRecord, ...]
     relative_error: dict[str, float]
-    """Column -> sqrt(sum of squared errors / sum of squares) over the shard."""
-    squared_error: dict[str, tuple[float, float]]
-    """Column -> (sum of squared errors, sum of squares): add them up to speak of many shards."""
+    """Column -> RMS of the error in units of each channel's scale (`ErrorSums.relative_error`)."""
+    error_sums: dict[str, tuple[float, float, float, float]]
+    """Column -> fields of `ErrorSums` over the shard: add them up to speak of many shards."""
     column_bytes: dict[str, int]
     """Column -> bytes of its cells."""
     scales_sha256: str | None
@@ -248,16 +248,16 @@ def check_chunk(
     column = "ids and tokens" if chunk == 0 else record.columns[chunk - 1]
     rows = f"rows {group.first_row} to {group.first_row + group.rows - 1}"
     raise ShardCorrupt(
-        f"shard {record.shard} ({record.object}) of {dataset_uri}: {column} of {rows} (row group {row_group}) "
-        f"is not what was committed; {mend(dataset_uri)}"
+        f"shard {record.shard} ({record.object}) of {dataset_uri}: {column} of {rows} "
+        f"(row group {row_group}) is not what was committed; {mend(dataset_uri)}"
     )
 
 
 def mend(dataset_uri: str) -> str:
     """The remedy that every error about a corrupt or missing shard ends with."""
     return (
-        f"`dflash shards repair {dataset_uri}` drops the bad shards, and the extraction, run again with the same "
-        "configuration, writes just those"
+        f"`dflash shards repair {dataset_uri}` drops the bad shards, and the extraction, run again "
+        "with the same configuration, writes just those"
     )
 
 

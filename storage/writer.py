@@ -1,60 +1,142 @@
-"""Writes one shard: takes captured samples in plan order, encodes them, and commits the shard whole or not at all."""
+"""Writes one shard: takes captured samples in plan order, encodes them, commits the shard or nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO, cast
 
-from dflash_core.configuration import Config
+import torch
+from pydantic import Field
+
+from dflash_core.configuration import Config, UserError
 from dflash_core.records import CapturedSample
-from storage.dataset import Dataset
-from storage.shard_format import ShardRecord
+from storage.codec import ErrorSums, parse_codec
+from storage.dataset import Dataset, DatasetError, ShardAlreadyCommitted
+from storage.dataset_spec import shard_key, software_versions
+from storage.objects import ObjectExists, ObjectNotFound, StoreError
+from storage.shard_format import (
+    METADATA_KEY,
+    SCALES_KEY,
+    PlannedRow,
+    RowGroupRecord,
+    RowHead,
+    ShardFile,
+    ShardRecord,
+    record_row_group,
+)
+
+_VERIFY_BYTES = 16 << 20
 
 
 class WriterConfig(Config):
     """Resources of one shard writer."""
 
-    threads: int = 2
+    threads: int = Field(default=2, ge=1)
     """Threads of the entropy coder."""
-    pending_bytes: int = 256 << 20
-    """`ShardWriter.add` waits while more bytes of symbols than this wait to be coded or written."""
+    pending_bytes: int = Field(default=256 << 20, ge=1)
+    """`ShardWriter.add` waits while more bytes of symbols (and more than one row group) are on their way."""
 
 
 class ShardWriter:
-    """An open shard. `add` every planned sample in order, then `close`; leaving the block otherwise leaves nothing.
+    """An open shard. `add` every planned sample in order, then `close`; without it nothing remains.
 
-    with ShardWriter(dataset, shard, scratch_dir) as writer:
-        for captured in ...: writer.add(captured)
+    with ShardWriter(dataset, shard) as writer:
+        for captured in ...:
+            writer.add(captured)
         record = writer.close()
+
+    `close` uploads; it may run in another thread while the next shard's writer takes samples.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         shard: int,
-        scratch_dir: Path,
+        scratch_dir: Path | None = None,
         config: WriterConfig | None = None,
         *,
         replace: bool = False,
     ) -> None:
         """`replace` redoes a committed shard: the old one counts until the new one is committed.
 
+        The unpublished file is nameless: it disappears with the process. It needs the room of one shard in
+        `scratch_dir` (default: the store's own file system, or the system's temporary folder).
         Raises ShardAlreadyCommitted at once when the shard has a record and not `replace`;
         DatasetError when the codec needs scales that are not published.
         """
+        self._dataset, self._shard, self._replace = dataset, shard, replace
+        self._config = config or WriterConfig()
+        self._codec = parse_codec(dataset.spec.codec)
+        self._refuse_committed()
+        self._scales = dataset.scales()
+        if self._codec.needs_scales and self._scales is None:
+            raise DatasetError(f"{dataset.uri} has no scales yet: calibrate before writing shards")
+        self._samples = dataset.samples(shard)
+        self._rows = dataset.spec.plan_rows([sample.num_tokens for sample in self._samples])
+        self._next_row = 0
+        self._errors = {column: ErrorSums() for column in dataset.columns}
+        self._column_bytes = dict.fromkeys(dataset.columns, 0)
+        self._group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]] = []
+        self._written: list[Future[Future[RowGroupRecord]]] = []
+        self._room = _Room(self._config.pending_bytes)
+        self._folder = scratch_dir or dataset.store.scratch_dir or Path(tempfile.gettempdir())
+        self._file = _nameless_file(self._folder)
+        self._parquet = ShardFile(self._file, dataset.columns, self._metadata())
+        self._coders = ThreadPoolExecutor(self._config.threads, "entropy-coder")
+        self._scribe = ThreadPoolExecutor(1, "shard-file")
 
     def add(self, captured: CapturedSample) -> None:
-        """Encode one sample: states bf16 [T, D] on any device, one per data column.
+        """Encode one sample: states bf16 [T, D] on any device, one entry per data column.
 
         Raises UserError naming the sample when it is not the next of the plan or a shape or dtype is wrong.
         """
+        self._raise_failed()
+        self._check(captured)
+        sample = self._rows[self._next_row].sample
+        while self._next_row < len(self._rows) and self._rows[self._next_row].sample == sample:
+            row = self._rows[self._next_row]
+            if row.row == 0:
+                self._write_group()
+            self._encode(row, captured)
+            self._next_row += 1
 
     def close(self) -> ShardRecord:
-        """Finish the file, upload it, commit the record. Raises ShardAlreadyCommitted, StoreError."""
-        raise NotImplementedError
+        """Finish the file, upload it, commit the record.
+
+        Raises ShardAlreadyCommitted, StoreError; UserError when samples are missing.
+        """
+        try:
+            if self._next_row < len(self._rows):
+                waiting = self._samples[self._rows[self._next_row].sample].sample_id
+                raise UserError(f"shard {self._shard} is not whole: sample {waiting!r} was not added")
+            self._write_group()
+            with self._scratch_errors():
+                groups = tuple(written.result().result() for written in self._written)
+                size, sha256 = self._parquet.finish()
+            record = self._record(groups, size, sha256)
+            self._refuse_committed()
+            self._publish(record)
+            self._dataset.commit(record, replace=self._replace)
+            return record
+        finally:
+            self.abort()
 
     def abort(self) -> None:
-        """Drop everything; idempotent."""
+        """Drop everything that is not committed; idempotent."""
+        self._room.open()
+        self._scribe.shutdown(cancel_futures=True)
+        self._coders.shutdown(cancel_futures=True)
+        self._file.close()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -63,3 +145,199 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    # On the caller's thread.
+
+    def _check(self, captured: CapturedSample) -> None:
+        given, where = captured.sample, f"sample {captured.sample.sample_id!r} of shard {self._shard}"
+        if self._next_row == len(self._rows):
+            raise UserError(f"{where}: the shard is whole already")
+        expected = self._samples[self._rows[self._next_row].sample]
+        if given.sample_id != expected.sample_id:
+            raise UserError(f"{where}: the plan wants {expected.sample_id!r} next; add samples in plan order")
+        if given.num_tokens != expected.num_tokens or (given.token_ids_T != expected.token_ids_T).any():
+            raise UserError(f"{where}: its tokens are not those of the plan")
+        if set(captured.states) != set(self._dataset.columns):
+            raise UserError(
+                f"{where}: columns {sorted(captured.states)}, not {sorted(self._dataset.columns)}"
+            )
+        shape = (expected.num_tokens, self._dataset.spec.target.hidden_size)
+        for column, states_TD in captured.states.items():
+            if tuple(states_TD.shape) != shape or states_TD.dtype != torch.bfloat16:
+                found = f"{states_TD.dtype} {tuple(states_TD.shape)}"
+                raise UserError(f"{where}: {column} must be bfloat16 {shape}, not {found}")
+
+    def _encode(self, row: PlannedRow, captured: CapturedSample) -> None:
+        cells = {}
+        held = 0
+        for column in self._dataset.columns:
+            states_TD = captured.states[column][row.start : row.stop]
+            symbols = self._codec.encode_on_device(states_TD, self._scale(column, states_TD.device)).to("cpu")
+            self._errors[column] += symbols.error
+            self._room.take(symbols.payload.numel())
+            held += symbols.payload.numel()
+            cells[column] = self._coders.submit(self._codec.to_bytes, symbols)
+        self._group.append((row, held, cells))
+
+    def _scale(self, column: str, device: torch.device) -> torch.Tensor | None:
+        if self._scales is None:
+            return None
+        if self._scales[column].device != device:
+            self._scales[column] = self._scales[column].to(device)
+        return self._scales[column]
+
+    def _write_group(self) -> None:
+        """Hand the row group that is whole to the thread that owns the file."""
+        if self._group:
+            self._room.hand_over(sum(held for _, held, _ in self._group))
+            self._written.append(self._scribe.submit(self._write, self._group))
+            self._group = []
+
+    def _raise_failed(self) -> None:
+        with self._scratch_errors():
+            for written in self._written:
+                if written.done():
+                    written.result()
+
+    @contextmanager
+    def _scratch_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"writing shard {self._shard} of {self._dataset.uri} before its upload, in {self._folder}, "
+                f"failed: {error.strerror or error}; give it room for one shard, or another scratch folder"
+            ) from None
+
+    # On the thread that owns the file.
+
+    def _write(self, group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]]) -> Future[RowGroupRecord]:
+        try:
+            columns = self._dataset.columns
+            cells = {column: [futures[column].result() for _, _, futures in group] for column in columns}
+            for column, of_column in cells.items():
+                self._column_bytes[column] += sum(map(len, of_column))
+            rows = [row for row, _, _ in group]
+            offset, size = self._parquet.write_row_group(list(self._heads(rows)), cells)
+        finally:
+            self._room.give(sum(held for _, held, _ in group))
+        first_row = self._rows.index(rows[0])
+        tokens = sum(row.stop - row.start for row in rows)
+        return self._coders.submit(self._read_back, offset, size, first_row, len(rows), tokens)
+
+    def _heads(self, rows: list[PlannedRow]) -> Iterator[RowHead]:
+        for row in rows:
+            sample = self._samples[row.sample]
+            tokens, mask = sample.token_ids_T[row.start : row.stop], sample.loss_mask_T[row.start : row.stop]
+            yield RowHead(sample.sample_id, row.part, row.parts, row.start, tokens, mask)
+
+    def _read_back(self, offset: int, size: int, first_row: int, rows: int, tokens: int) -> RowGroupRecord:
+        data = memoryview(os.pread(self._file.fileno(), size, offset))
+        return record_row_group(data, offset, first_row, rows, tokens, len(self._dataset.columns))
+
+    # Committing.
+
+    def _metadata(self) -> dict[str, str]:
+        dataset = self._dataset
+        about = {
+            "fingerprint": dataset.fingerprint,
+            "shard": self._shard,
+            "spec": dataset.spec.model_dump(mode="json"),
+            "versions": software_versions(),
+        }
+        metadata = {METADATA_KEY: json.dumps(about, sort_keys=True)}
+        if self._codec.needs_scales:
+            metadata[SCALES_KEY] = base64.b64encode(dataset.scales_bytes or b"").decode()
+        return metadata
+
+    def _record(self, groups: tuple[RowGroupRecord, ...], size: int, sha256: str) -> ShardRecord:
+        errors = self._errors
+        return ShardRecord(
+            fingerprint=self._dataset.fingerprint,
+            shard=self._shard,
+            object=shard_key(self._shard, sha256),
+            size=size,
+            sha256=sha256,
+            samples=len(self._samples),
+            rows=len(self._rows),
+            tokens=sum(sample.num_tokens for sample in self._samples),
+            supervised=int(sum(sample.loss_mask_T.sum() for sample in self._samples)),
+            columns=self._dataset.columns,
+            row_groups=groups,
+            relative_error={column: sums.relative_error for column, sums in errors.items()},
+            error_sums={
+                column: (e.squared_error, e.squared_value, e.scaled_squared_error, e.scaled_values)
+                for column, e in errors.items()
+            },
+            column_bytes=self._column_bytes,
+            scales_sha256=self._dataset.scales_sha256 if self._codec.needs_scales else None,
+            versions=software_versions(),
+        )
+
+    def _refuse_committed(self) -> None:
+        """Look early: a shard that is committed needs neither the target nor an upload."""
+        if not self._replace and self._dataset.committed(self._shard):
+            raise ShardAlreadyCommitted(f"shard {self._shard} of {self._dataset.uri} is committed already")
+
+    def _publish(self, record: ShardRecord) -> None:
+        """Upload under a name that carries the content's hash: one that is there is equal, or damaged."""
+        store = self._dataset.store
+        try:
+            store.put_file(record.object, self._file)
+        except ObjectExists:
+            if not self._stored_well(record):
+                store.put_file(record.object, self._file, overwrite=True)
+
+    def _stored_well(self, record: ShardRecord) -> bool:
+        store, sha256 = self._dataset.store, hashlib.sha256()
+        try:
+            if store.head(record.object).size != record.size:
+                return False
+            for start in range(0, record.size, _VERIFY_BYTES):
+                size = min(_VERIFY_BYTES, record.size - start)
+                sha256.update(store.get_range(record.object, start, size))
+        except ObjectNotFound:
+            return False
+        return sha256.hexdigest() == record.sha256
+
+
+class _Room:
+    """Counts bytes of symbols on their way to the file; the caller waits while there are too many.
+
+    Bytes of the row group that is still being filled are never waited for: nobody could free them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._filling, self._handed, self._open = limit, 0, 0, False
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._open or not self._handed or self._filling + self._handed + size <= self._limit
+            )
+            self._filling += size
+
+    def hand_over(self, size: int) -> None:
+        with self._changed:
+            self._filling, self._handed = self._filling - size, self._handed + size
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._handed -= size
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+
+def _nameless_file(folder: Path) -> BinaryIO:
+    """Open a file without a name for writing and reading: it cannot outlive the process that forgets it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(os, "O_TMPFILE"):
+        with suppress(OSError):  # a file system without such files
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666)
+            return cast(BinaryIO, os.fdopen(descriptor, "w+b", buffering=0))
+    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))

@@ -1,0 +1,261 @@
+"""Turns a stream of samples into the input of each shard, the index and the plan; resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sqlite3
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dflash_core.records import Sample
+from storage.dataset_spec import (
+    INDEX_KEY,
+    PLAN_KEY,
+    DatasetError,
+    DatasetSpec,
+    Plan,
+    PlannedShard,
+    samples_key,
+)
+from storage.objects import ObjectExists, Store
+
+_UPLOADS = 8
+_INDEX_ROWS = 65_536
+
+_SAMPLES_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.field("element", pa.bool_(), nullable=False)), nullable=False),
+    ]
+)
+_INDEX_NUMBERS = ("shard", "row_group", "row", "parts", "tokens", "supervised")
+_INDEX_SCHEMA = pa.schema(
+    [pa.field("sample_id", pa.string(), nullable=False)]
+    + [pa.field(name, pa.int32(), nullable=False) for name in _INDEX_NUMBERS]
+)
+
+
+def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None) -> Plan:
+    """Write samples/, index.parquet and, last, plan.json below the data set's root.
+
+    Holds a few shards' tokens in memory, whatever the number of samples (ids that were seen wait in a scratch
+    database). Every object is a function of the stream, so a killed creation is finished by the same call.
+    Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written.
+    """
+    with tempfile.TemporaryDirectory(prefix="dflash-plan-", dir=scratch_dir) as folder:
+        ids = _SeenIds(Path(folder) / "ids.sqlite", drop=spec.duplicate_ids == "drop")
+        index = _IndexWriter(Path(folder) / "index.parquet")
+        uploads = _Uploads(store)
+        try:
+            shards = [
+                uploads.add(index.add(number, spec, shard), shard)
+                for number, shard in enumerate(_in_shards(ids.fresh(samples), spec.shard_tokens))
+            ]
+            planned = tuple(shard.result() for shard in shards)
+            index_sha256 = _publish_same(store, INDEX_KEY, index.close())
+        finally:
+            uploads.close()
+            ids.close()
+    if not planned:
+        raise DatasetError("there is not one usable sample: the data set would be empty")
+    plan = Plan(
+        fingerprint=spec.fingerprint,
+        samples=sum(shard.samples for shard in planned),
+        tokens=sum(shard.tokens for shard in planned),
+        supervised=sum(shard.supervised for shard in planned),
+        duplicates_dropped=ids.dropped,
+        index_sha256=index_sha256,
+        shards=planned,
+    )
+    _publish_same(store, PLAN_KEY, plan.model_dump_json(indent=1).encode())
+    return plan
+
+
+def read_samples(data: bytes) -> list[Sample]:
+    """Read samples/NNNNN.parquet; arrays are views of the table."""
+    table = pq.read_table(pa.BufferReader(data)).combine_chunks()
+    names = table["sample_id"].to_pylist()
+    tokens, masks = table["token_ids"].combine_chunks(), table["loss_mask"].combine_chunks()
+    ends = tokens.offsets.to_numpy()
+    token_ids, loss_mask = tokens.values.to_numpy(), masks.values.to_numpy(zero_copy_only=False)
+    return [
+        Sample(sample_id=name, token_ids_T=token_ids[start:stop], loss_mask_T=loss_mask[start:stop])
+        for name, start, stop in zip(names, ends[:-1], ends[1:], strict=True)
+    ]
+
+
+def _in_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[Sample]]:
+    """Cut the stream: a shard takes samples until the next would pass `shard_tokens`."""
+    shard: list[Sample] = []
+    held = 0
+    for sample in samples:
+        if shard and held + sample.num_tokens > shard_tokens:
+            yield shard
+            shard, held = [], 0
+        shard.append(sample)
+        held += sample.num_tokens
+    if shard:
+        yield shard
+
+
+class _SeenIds:
+    """Ids of all samples so far, on disk: exact, and small in memory however many there are."""
+
+    def __init__(self, path: Path, drop: bool) -> None:
+        self._drop, self.dropped = drop, 0
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("pragma journal_mode = off")
+        self._database.execute("pragma synchronous = off")
+        self._database.execute("pragma cache_size = -65536")
+        self._database.execute("create table seen (id blob primary key) without rowid")
+        self._database.execute("begin")
+
+    def fresh(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Pass each id once. Raises DatasetError on the second, unless they are to be dropped."""
+        for sample in samples:
+            key = hashlib.blake2b(sample.sample_id.encode(), digest_size=16).digest()
+            if self._database.execute("insert or ignore into seen values (?)", (key,)).rowcount:
+                yield _checked(sample)
+            elif self._drop:
+                self.dropped += 1
+            else:
+                raise DatasetError(
+                    f"two samples have the id {sample.sample_id!r}; give each chat its own, or set "
+                    "duplicate_ids: drop to keep the first"
+                )
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _checked(sample: Sample) -> Sample:
+    tokens, mask = sample.token_ids_T, sample.loss_mask_T
+    if tokens.ndim != 1 or tokens.dtype != np.int32 or mask.dtype != np.bool_ or mask.shape != tokens.shape:
+        raise DatasetError(
+            f"sample {sample.sample_id!r}: token ids must be int32 [T] and the loss mask bool [T], not "
+            f"{tokens.dtype} {tokens.shape} and {mask.dtype} {mask.shape}"
+        )
+    if not len(tokens):
+        raise DatasetError(f"sample {sample.sample_id!r} has no tokens")
+    return sample
+
+
+class _IndexWriter:
+    """index.parquet, written as the shards are cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = pq.ParquetWriter(path, _INDEX_SCHEMA, compression="zstd", store_schema=False)
+        self._ids: list[str] = []
+        self._numbers: list[tuple[int, ...]] = []
+
+    def add(self, number: int, spec: DatasetSpec, samples: list[Sample]) -> PlannedShard:
+        """Enter the samples of one shard; returns its plan without the digest of its samples."""
+        rows = spec.plan_rows([sample.num_tokens for sample in samples])
+        supervised = [int(sample.loss_mask_T.sum()) for sample in samples]
+        for row in rows:
+            if row.part == 0:
+                sample = samples[row.sample]
+                self._ids.append(sample.sample_id)
+                self._numbers.append(
+                    (number, row.row_group, row.row, row.parts, sample.num_tokens, supervised[row.sample])
+                )
+        if len(self._ids) >= _INDEX_ROWS:
+            self._flush()
+        return PlannedShard(
+            shard=number,
+            samples=len(samples),
+            tokens=sum(sample.num_tokens for sample in samples),
+            supervised=sum(supervised),
+            rows=len(rows),
+            row_groups=rows[-1].row_group + 1,
+            samples_sha256="",
+        )
+
+    def _flush(self) -> None:
+        if self._ids:
+            numbers = np.array(self._numbers, dtype=np.int32).T
+            arrays = [pa.array(self._ids, pa.string()), *(pa.array(column) for column in numbers)]
+            self._writer.write_table(pa.Table.from_arrays(arrays, schema=_INDEX_SCHEMA))
+            self._ids, self._numbers = [], []
+
+    def close(self) -> Path:
+        self._flush()
+        self._writer.close()
+        return self._path
+
+
+class _Uploads:
+    """Puts the samples of a few shards at a time; `add` waits when too many are on their way."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(_UPLOADS)
+        self._pending: deque[Future[PlannedShard]] = deque()
+
+    def add(self, planned: PlannedShard, samples: list[Sample]) -> Future[PlannedShard]:
+        while len(self._pending) >= 2 * _UPLOADS:
+            self._pending.popleft().result()
+        future = self._pool.submit(self._put, planned, samples)
+        self._pending.append(future)
+        return future
+
+    def _put(self, planned: PlannedShard, samples: list[Sample]) -> PlannedShard:
+        sha256 = _publish_same(self._store, samples_key(planned.shard), _encode_samples(samples))
+        return planned.model_copy(update={"samples_sha256": sha256})
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _encode_samples(samples: list[Sample]) -> bytes:
+    ends = np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int32)
+
+    def nested(parts: list[np.ndarray], field: pa.Field) -> Any:
+        return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(parts)), type=field.type)
+
+    columns = [
+        pa.array([sample.sample_id for sample in samples], pa.string()),
+        nested([sample.token_ids_T for sample in samples], _SAMPLES_SCHEMA.field("token_ids")),
+        nested([sample.loss_mask_T for sample in samples], _SAMPLES_SCHEMA.field("loss_mask")),
+    ]
+    sink = io.BytesIO()
+    table = pa.Table.from_arrays(columns, schema=_SAMPLES_SCHEMA)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, store_schema=False)
+    return sink.getvalue()
+
+
+def _publish_same(store: Store, key: str, data: bytes | Path) -> str:
+    """Create an object, or make sure that the one that is there says the same; returns its sha256."""
+    try:
+        if isinstance(data, bytes):
+            store.put_bytes(key, data)
+            return hashlib.sha256(data).hexdigest()
+        store.put_file(key, data)
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except ObjectExists:
+        there, here = store.get(key), data if isinstance(data, bytes) else data.read_bytes()
+        if there != here and not _same_table(there, here):
+            raise DatasetError(
+                f"{store.uri}/{key} was written from other samples than these; the chats must have changed "
+                "under the same fingerprint: choose another name for the data set, or remove this one"
+            ) from None
+        return hashlib.sha256(there).hexdigest()
+
+
+def _same_table(left: bytes, right: bytes) -> bool:
+    """Another version of the Parquet library may write the same rows in other bytes."""
+    if not (left.startswith(b"PAR1") and right.startswith(b"PAR1")):
+        return False
+    return bool(pq.read_table(pa.BufferReader(left)).equals(pq.read_table(pa.BufferReader(right))))

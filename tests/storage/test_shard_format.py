@@ -1,0 +1,133 @@
+"""Rows planned from lengths, and cells found in raw bytes, against pyarrow's reader and the obvious loops."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from storage.shard_format import (
+    RowHead,
+    ShardFile,
+    ShardRecord,
+    plan_rows,
+    read_cells,
+    read_head,
+    record_row_group,
+)
+
+COLUMNS = ("layer_001", "layer_004")
+
+
+@pytest.mark.parametrize("max_tokens, fill_tokens", [(7, 3), (7, 7), (1, 1), (100, 20), (5, 0)])
+def test_planned_rows_keep_their_promises(max_tokens: int, fill_tokens: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 200).tolist()
+    rows = plan_rows(lengths, max_tokens, fill_tokens)
+    for sample, length in enumerate(lengths):
+        parts = [row for row in rows if row.sample == sample]
+        assert [p.part for p in parts] == list(range(len(parts))) and {p.parts for p in parts} == {len(parts)}
+        assert [parts[0].start, *(p.stop for p in parts)] == [0, *(p.start for p in parts[1:]), length]
+        assert [p.row_group for p in parts] == list(
+            range(parts[0].row_group, parts[0].row_group + len(parts))
+        )
+        assert all(p.row == 0 for p in parts[1:])
+    for number, (_, grouped) in enumerate(itertools.groupby(rows, lambda row: row.row_group)):
+        group = list(grouped)
+        assert {row.row_group for row in group} == {number}
+        assert [row.row for row in group] == list(range(len(group)))
+        sizes = [row.stop - row.start for row in group]
+        assert sum(sizes) <= max_tokens and (len(group) == 1 or sum(sizes[:-1]) < fill_tokens)
+
+
+def test_a_sample_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="sample 1"):
+        plan_rows([3, 0], 8, 4)
+
+
+def written(path: Path, group_sizes: list[int], longest: int) -> tuple[list, list]:
+    """A shard file of random rows: per row group its record, heads and cells."""
+    random = np.random.default_rng(1)
+    records, content = [], []
+    with path.open("w+b", buffering=0) as file:
+        shard = ShardFile(file, COLUMNS, {"dflash": "{}"})  # type: ignore[arg-type]
+        for rows in group_sizes:
+            heads = [
+                RowHead(
+                    f"chat {i} é",
+                    i,
+                    i + 1,
+                    7 * i,
+                    random.integers(-5, 9, i % 9).astype(np.int32),
+                    random.random(i % 9) < 0.5,
+                )
+                for i in range(rows)
+            ]
+            cells = {c: [random.bytes(random.integers(0, longest)) for _ in range(rows)] for c in COLUMNS}
+            offset, size = shard.write_row_group(heads, cells)
+            data = memoryview(os.pread(file.fileno(), size, offset))
+            records.append(record_row_group(data, offset, 0, rows, 0, len(COLUMNS)))
+            content.append((heads, cells))
+        size, _ = shard.finish()
+        assert size == path.stat().st_size
+    return records, content
+
+
+@pytest.mark.parametrize(
+    "group_sizes, longest", [([1], 9), ([3, 1, 70], 3_000), ([5_000], 50), ([2], 6_000_000)]
+)
+def test_cells_are_found_where_pyarrow_finds_them(
+    tmp_path: Path, group_sizes: list[int], longest: int
+) -> None:
+    records, content = written(tmp_path / "shard", group_sizes, longest)
+    data, parquet = (tmp_path / "shard").read_bytes(), pq.ParquetFile(tmp_path / "shard")
+    assert parquet.num_row_groups == len(records)
+    for number, (record, (heads, cells)) in enumerate(zip(records, content, strict=True)):
+        table = parquet.read_row_group(number)
+        chunks = [data[offset : offset + size] for offset, size, _ in record.chunks]
+        assert sum(map(len, chunks)) == record.size and record.chunks[0][0] == record.offset
+        found = read_head(chunks[0], record.rows)
+        assert [head[:4] for head in found] == [head[:4] for head in heads]
+        for name, position in (("sample_id", 0), ("part", 1), ("parts", 2), ("first_token", 3)):
+            assert table[name].to_pylist() == [head[position] for head in heads]
+        for a, b in zip(found, heads, strict=True):
+            assert (a.token_ids_T == b.token_ids_T).all() and (a.loss_mask_T == b.loss_mask_T).all()
+        for chunk, column in zip(chunks[1:], COLUMNS, strict=True):
+            assert [bytes(cell) for cell in read_cells(chunk, record.rows)] == cells[column]
+            assert table[column].to_pylist() == cells[column]
+
+
+def test_same_rows_same_bytes(tmp_path: Path) -> None:
+    written(tmp_path / "a", [3, 9], 100)
+    written(tmp_path / "b", [3, 9], 100)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_page_that_is_not_ours_is_refused() -> None:
+    with pytest.raises((ValueError, IndexError)):
+        read_cells(os.urandom(200), 3)
+
+
+def test_a_record_round_trips() -> None:
+    record = ShardRecord(
+        fingerprint="f",
+        shard=3,
+        object="shards/x",
+        size=1,
+        sha256="s",
+        samples=1,
+        rows=1,
+        tokens=1,
+        supervised=0,
+        columns=("layer_001",),
+        row_groups=(),
+        relative_error={"layer_001": 0.1},
+        error_sums={"layer_001": (0.1, 2.0, 0.3, 7.0)},
+        column_bytes={"layer_001": 5},
+        scales_sha256=None,
+        versions={},
+    )
+    assert ShardRecord.model_validate_json(record.model_dump_json()) == record
