@@ -1,0 +1,184 @@
+"""The compiled GPU path against the plain dense CPU path: loss, every gradient, no recompile, no
+synchronisation.
+
+python -m pytest tests/gpu/test_trainer_gpu.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_core.distributed import World
+from dflash_core.training import Trainer, TrainingRow
+from tests.core.training_rows import ALONE, gradients, make_row, random_samples, tiny_trainer
+
+pytestmark = pytest.mark.gpu
+
+ROW, ANCHORS = 512, 32
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 9000,
+    "block_size": 8,
+    "mask_token_id": 8999,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "sliding_window": 100,
+}
+ROWS = {
+    "documents": [200, 1, 150, 2, 90],
+    "one document of row length": [512],
+    "padding anchors": [5, 12],
+    "empty": [],
+}
+
+
+def trainer_on(device: str, dtype: str, **changes: Any) -> Trainer:
+    world = World(rank=0, size=1, device=torch.device(device)) if device == "cuda" else ALONE
+    values: dict[str, Any] = {"loss": {"gamma": 3.0, "chunk_slots": 64}} | changes
+    trainer = tiny_trainer(compute_dtype=dtype, drafter_changes=SHAPE, world=ALONE, **values)
+    drafter = trainer.drafter
+    drafter.compute_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    drafter.init_weights(0, std=0.05)
+    embedding, head = (
+        (0.1 * t).to(device, drafter.compute_dtype) for t in (trainer._embedding_VD, trainer._head_VD)
+    )
+    drafter.to(device)
+    fresh = Trainer(drafter, embedding, head, trainer.config, total_steps=100, world=world)
+    if device == "cuda":
+        drafter.compile_regions(checkpoint_layers=trainer.config.checkpoint_layers)
+    return fresh
+
+
+def row_on(device: str, trainer: Trainer, lengths: list[int]) -> TrainingRow:
+    row = make_row(
+        random_samples(lengths),
+        trainer.drafter.config,
+        row_tokens=ROW,
+        anchors=ANCHORS,
+        dense=device == "cpu",
+    )
+    dtype = trainer.drafter.compute_dtype
+    assert row.last_hidden_CD is not None
+    return TrainingRow(
+        batch=row.batch.to(torch.device(device)),
+        taps_CE=row.taps_CE.to(device, dtype),
+        last_hidden_CD=row.last_hidden_CD.to(device, dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"checkpoint_layers": True},
+        {"loss": {"weighting": "dpace", "chunk_slots": 64}},
+        {"loss": {"gamma": 3.0, "chunk_slots": 64, "kl_weight": 0.5}},
+    ],
+    ids=["plain", "checkpointed", "dpace", "kl"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loss_and_every_gradient_equal_the_dense_path(dtype: str, changes: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    torch.set_float32_matmul_precision("highest")
+    reference, compiled = trainer_on("cpu", "float32", **changes), trainer_on("cuda", dtype, **changes)
+    tolerance = 2e-3 if dtype == "float32" else 4e-2
+    for name, lengths in ROWS.items():
+        loss, expected = gradients(reference, [row_on("cpu", reference, lengths)])
+        found_loss, found = gradients(compiled, [row_on("cuda", compiled, lengths)])
+        assert found_loss == pytest.approx(loss, rel=tolerance / 4, abs=1e-6), name
+        assert found.keys() == expected.keys()
+        scale = max(float(g.norm()) for g in expected.values())
+        for parameter, gradient in expected.items():
+            error = float((found[parameter].cpu() - gradient).norm())
+            allowed = tolerance * float(gradient.norm()) + 1e-4 * scale
+            assert error <= allowed, f"{name}, {parameter}: {error} of {float(gradient.norm())}"
+
+
+def test_one_graph_for_every_row_and_no_synchronisation_in_a_step() -> None:
+    torch.compiler.reset()
+    trainer = trainer_on("cuda", "bfloat16")
+    rows = [row_on("cuda", trainer, lengths) for lengths in ROWS.values()]
+    trainer.step(rows[:1], 1)
+    trainer.step(rows[:2], 2)
+    trainer.validate(rows[:1])
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        for repeat in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            trainer.step(rows, len(rows))
+            torch.cuda.set_sync_debug_mode("default")
+            trainer.validate(rows)
+            assert trainer.optimizer_step == repeat + 3
+        trainer.summary()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.compiler.set_stance("default")
+
+
+def test_attention_is_fused_in_every_layer() -> None:
+    torch.compiler.reset()
+    trainer = trainer_on("cuda", "bfloat16")
+    row = row_on("cuda", trainer, ROWS["documents"])
+    trainer.step([row], 1)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        trainer.step([row], 1)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if "flex_attention" in e.name]
+    forward = [n for n in names if "backward" not in n]
+    assert len(forward) == trainer.drafter.config.num_layers, names
+    assert len(names) > len(forward)
+
+
+def test_overfits_on_the_gpu() -> None:
+    torch.compiler.reset()
+    trainer = trainer_on("cuda", "bfloat16", optimizer={"learning_rate": 3e-3, "warmup_fraction": 0.0})
+    row = row_on("cuda", trainer, [60])
+    for _ in range(200):
+        trainer.step([row], 1)
+    summary = trainer.validate([row])
+    assert summary.acceptance_length_whole > 0.95 * trainer.drafter.config.block_size
+
+
+def test_non_finite_taps_halt_without_a_change() -> None:
+    torch.compiler.reset()
+    trainer = trainer_on("cuda", "bfloat16")
+    row = row_on("cuda", trainer, ROWS["documents"])
+    trainer.step([row], 1)
+    before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    broken = row.taps_CE.clone()
+    broken[7, 3] = float("inf")
+    trainer.step([replace(row, taps_CE=broken)], 1)
+    trainer.step([row], 1)
+    with pytest.raises(RuntimeError, match="optimizer step 1 "):
+        trainer.summary()
+    for name, p in trainer.drafter.named_parameters():
+        assert torch.equal(before[name], p), name
+
+
+def test_kernel_equals_plain_torch() -> None:
+    from dflash_core.loss import _score_plainly
+    from dflash_core.loss_kernel import cross_entropy_in_place
+
+    torch.manual_seed(0)
+    for vocabulary in (1000, 8192, 151936):
+        logits = (4 * torch.randn(33, vocabulary, device="cuda")).bfloat16()
+        labels = torch.randint(0, vocabulary, (33,), device="cuda")
+        logits[3, labels[3]] = 60.0
+        plain, fused = logits.clone(), logits.clone()
+        loss, ce, correct, _ = _score_plainly(plain, labels, None, 0.0, True)
+        found_ce, found_correct, scale = cross_entropy_in_place(fused, labels, True)
+        torch.testing.assert_close(found_ce, ce, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loss, ce)
+        ties = (logits == logits.max(-1, keepdim=True).values).sum(-1) > 1
+        assert torch.equal(found_correct[~ties], correct[~ties])
+        error = (fused.float() * scale[:, None] - plain.float()).norm() / plain.float().norm()
+        assert error < 5e-3
