@@ -76,9 +76,8 @@ def vllm_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView
     layers = []
     for i in range(config.num_hidden_layers):
         use_window = bool(dflash.get("use_swa", False))
-        sliding = (
-            use_window if types is None or (use_window and SLIDING not in types) else types[i] == SLIDING
-        )
+        by_type = bool(types) and not (use_window and SLIDING not in types)
+        sliding = types[i] == SLIDING if by_type else use_window
         window = dflash.get("swa_window_size", config.sliding_window) if sliding else None
         causal = next(
             (bool(x) for x in (getattr(config, "is_causal", None), dflash.get("causal")) if x is not None),
