@@ -7,6 +7,10 @@ an exact integer reduction, so CPU and GPU give the same bits. Nothing here wait
 
 from __future__ import annotations
 
+import math
+from functools import cache
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,8 @@ OCTAVES = 64
 BINS_PER_OCTAVE = 8
 LOUD = 8.0
 """Values beyond so many robust deviations do not count for a channel's scale: they are stored as outliers."""
+BF16_ROUNDING = 0.00166
+"""RMS of the relative error that rounding to bf16 makes."""
 GAUSSIAN_MEDIAN = 0.6744897501960817
 """Median of |x| of a standard normal variable."""
 
@@ -78,13 +84,50 @@ class ChannelHistogram:
         return torch.where(energy_D > 0, energy_D, 1.0).sqrt().float()
 
 
-def quantise(states_TD: Tensor, step_D: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+@cache
+def step_for(tolerance: float, dead_zone: float) -> float:
+    """Return the step, in channel scales, that makes an error of `tolerance` on normal values.
+
+    Magnitudes are rounded up from 0.5 + `dead_zone` steps on, results to bf16. The error follows from the
+    moments of the normal density over each interval of rounding, the step from it by bisection.
+    """
+    wanted = tolerance**2 - BF16_ROUNDING**2
+    low, high = tolerance, 6 * tolerance
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _normal_error(middle, dead_zone) < wanted else (low, middle)
+    return low
+
+
+def _normal_error(step: float, dead_zone: float) -> float:
+    """Mean squared error of a standard normal variable after rounding to multiples of `step`."""
+
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    edges = [0.0] + [(k - 0.5 + dead_zone) * step for k in range(1, math.ceil(9 / step) + 1)]
+    total = 0.0
+    for k, (a, b) in enumerate(pairwise(edges)):
+        r = k * step
+        total += (1 + r * r) * (math.erf(b / math.sqrt(2)) - math.erf(a / math.sqrt(2))) / 2
+        total += (2 * r - b) * density(b) - (2 * r - a) * density(a)
+    return 2 * total
+
+
+def quantise(
+    states_TD: Tensor, step_D: Tensor, limit: int, dead_zone: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round bf16 [T, D] to multiples of float32 `step_D`: int16 symbol_TD, int32 position_N, bf16 outlier_N.
 
-    What lies beyond `limit` steps, NaN included, becomes symbol 0 and an outlier: its position in the
-    flattened [T, D] (ascending) and its exact value.
+    A magnitude is rounded up from 0.5 + `dead_zone` steps on: a little more error for clearly fewer bits,
+    which pays where steps are coarse. What lies beyond `limit` steps, NaN included, becomes symbol 0 and an
+    outlier: its position in the flattened [T, D] (ascending) and its exact value.
     """
-    symbol_TD = (states_TD.float() / step_D).round_()
+    symbol_TD = states_TD.float() / step_D
+    if dead_zone:
+        symbol_TD = symbol_TD.sign() * (symbol_TD.abs() + (0.5 - dead_zone)).floor_()
+    else:
+        symbol_TD = symbol_TD.round_()
     outside_TD = ~(symbol_TD.abs() <= limit)
     position_N = outside_TD.flatten().nonzero().squeeze(1)
     symbol_TD = symbol_TD.masked_fill_(outside_TD, 0.0).to(torch.int16)

@@ -32,6 +32,8 @@ WIDE_BELOW = 0.02
 """Tolerances below this need more than 8 bits a symbol."""
 NIBBLES_FROM = 0.16
 """From this tolerance on nearly all symbols fit in four bits, and two are coded together."""
+DEAD_ZONE = 0.25
+"""Widening of the interval that becomes 0, in steps per unit of tolerance, where symbols are nibbles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +195,12 @@ class Codec:
         if self.kind == Kind.FP8:
             scale_T, value_TD = quantise.to_fp8(states_TD)
             return [scale_T, value_TD], 0, 0.0
-        step = float(np.float32(self.tolerance * math.sqrt(12)))
+        dead_zone = DEAD_ZONE * self.tolerance if self.layout == Layout.NIBBLES else 0.0
+        step = float(np.float32(quantise.step_for(self.tolerance, dead_zone)))
         step_D = self._step(scale_D, states_TD.shape[1], step)
-        symbol_TD, position_N, outlier_N = quantise.quantise(states_TD, step_D, LIMITS[self.layout])
+        symbol_TD, position_N, outlier_N = quantise.quantise(
+            states_TD, step_D, LIMITS[self.layout], dead_zone
+        )
         if self.layout == Layout.BYTES:
             arrays = [symbol_TD.to(torch.int8)]
         elif self.layout == Layout.NIBBLES:
@@ -249,7 +254,7 @@ class Codec:
 
 
 def parse_codec(name: str) -> Codec:
-    """Make the codec called "lossless", "fp8" or "tolerance=<relative error>" (0.001 to 0.7).
+    """Make the codec called "lossless", "fp8" or "tolerance=<relative error>" (0.005 to 0.7).
 
     Raises CodecError for any other name.
     """
@@ -260,9 +265,9 @@ def parse_codec(name: str) -> Codec:
         tolerance = float(number)
     except ValueError:
         tolerance = math.nan
-    if key != "tolerance" or not 0.001 <= tolerance <= 0.7:
+    if key != "tolerance" or not 0.005 <= tolerance <= 0.7:
         raise CodecError(
-            f"codec {name!r} does not exist: use lossless, fp8, or tolerance=E with E from 0.001 to 0.7"
+            f"codec {name!r} does not exist: use lossless, fp8, or tolerance=E with E from 0.005 to 0.7"
         )
     return Codec(name, Kind.TOLERANCE, tolerance)
 
