@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -212,13 +212,23 @@ class Watch:
         self._events.append((arguments.callback_trigger.name, threading.current_thread().name))
 
     def _files(self) -> frozenset[str]:
-        if self._cache_dir is None or not self._cache_dir.is_dir():
-            return frozenset()
-        return frozenset(
-            os.path.relpath(os.path.join(folder, name), self._cache_dir)  # noqa: PTH118  thousands of files
-            for folder, _, names in os.walk(self._cache_dir)
-            for name in names
-        )
+        return frozenset(cache_files(self._cache_dir)) if self._cache_dir is not None else frozenset()
+
+
+def cache_files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files that make up a cache, sorted, relative, with "/" between parts."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _passing(name))
+        for name in sorted(files):
+            if not _passing(name):
+                yield (Path(where) / name).relative_to(folder).as_posix()
+
+
+def _passing(name: str) -> bool:
+    """Tell locks, and files that torch and Triton are still writing and rename when complete."""
+    return (
+        name in ("locks", "__pycache__") or name.startswith((".", "tmp.")) or name.endswith((".lock", ".tmp"))
+    )
 
 
 def _reasons(caches: CacheCounts, events: Mapping[str, int], kernels: tuple[str, ...]) -> tuple[str, ...]:

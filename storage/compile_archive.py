@@ -27,6 +27,7 @@ import zstandard
 from pydantic import ValidationError
 
 from dflash_core.compile_fingerprint import Fingerprint
+from dflash_core.compile_watch import cache_files
 from dflash_core.configuration import Config, UserError
 
 CHUNK = 1 << 20
@@ -129,22 +130,6 @@ def package(
         yield Package(archive=archive, manifest=manifest)
 
 
-def cache_files(folder: Path) -> Iterator[str]:
-    """Yield the names of the files that make up a cache, sorted, relative, with "/" between parts."""
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _passing(name))
-        for name in sorted(files):
-            if not _passing(name):
-                yield (Path(where) / name).relative_to(folder).as_posix()
-
-
-def _passing(name: str) -> bool:
-    """Tell locks and files that torch and Triton are still writing, which they rename when complete."""
-    return (
-        name in ("locks", "__pycache__") or name.startswith((".", "tmp.")) or name.endswith((".lock", ".tmp"))
-    )
-
-
 def _read_regular(path: Path) -> tuple[bytes, bool]:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise UserError(f"{path} is not a regular file; a compile cache holds nothing else")
@@ -209,8 +194,8 @@ def _check_names(manifest: Manifest) -> None:
     seen: set[str] = set()
     for member in manifest.members:
         pure = PurePosixPath(member.name)
-        bad = pure.is_absolute() or pure.as_posix() != member.name or {"..", "."} & set(pure.parts)
-        if bad or not member.name or "\\" in member.name or "\0" in member.name:
+        plain = pure.parts and not pure.is_absolute() and pure.as_posix() == member.name
+        if not plain or ".." in pure.parts or {"\\", "\0"} & set(member.name):
             raise RejectedArtifact(f"the manifest lists a file outside the folder: {member.name!r}")
         if member.name in seen or member.size < 0:
             raise RejectedArtifact(f"the manifest lists {member.name!r} twice, or with an impossible size")

@@ -1,4 +1,4 @@
-"""One start of a run on one machine: fingerprint, restore, variables for the ranks, reports, publish, summary.
+"""One start of a run on one machine: fingerprint, restore, variables for the ranks, reports, publish.
 
 A launcher does:
 

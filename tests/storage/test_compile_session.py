@@ -1,0 +1,303 @@
+"""A run's start with the compile cache: what it restores, what it publishes, and that no defect stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.compile_fingerprint import Fingerprint, GraphSet, graph_set
+from dflash_core.compile_watch import CacheCounts, CompileReport
+from dflash_core.configuration import UserError
+from storage.compile_cache import Version, list_versions, place_of
+from storage.compile_session import CompileCacheConfig, CompileSession
+from storage.objects import Store, StoreError, open_store
+from tests.storage.tiny_cache import FILES, content, fingerprint, write_cache
+
+RANK_FILE = Path(__file__).parent / "tiny_compile_rank.py"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "store")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Fingerprint:
+    return fingerprint(tmp_path / "root")
+
+
+def report(
+    session: CompileSession, rank: int = 0, *, compiled: bool, seconds: float = 50.0
+) -> dict[str, Any]:
+    """What a rank says, as the JSON that arrives."""
+    counts = CacheCounts(
+        graphs=1,
+        aot_hits=not compiled,
+        aot_misses=compiled,
+        aot_bypasses=0,
+        fx_hits=0,
+        fx_misses=0,
+        fx_bypasses=0,
+    )
+    made = CompileReport(
+        rank=rank,
+        start=session.state,
+        fingerprint=session.fingerprint.id,
+        cache_dir=str(session.folder),
+        device="NVIDIA H200",
+        seconds_since_process_start=seconds,
+        events={"DYNAMO": 1},
+        event_threads=("MainThread",),
+        caches=counts,
+        recompile_reasons=(),
+        new_kernel_files=(),
+        new_files=6 if compiled else 0,
+        reasons=("1 aot cache misses",) if compiled else (),
+    )
+    message = json.loads(made.line())
+    assert isinstance(message, dict)
+    return message
+
+
+def started(store: Store, ours: Fingerprint, ranks: int = 1, **options: Any) -> CompileSession:
+    session = CompileSession(store, ours, CompileCacheConfig(**options), ranks, "test")
+    session.prepare()
+    return session
+
+
+def run_once(store: Store, ours: Fingerprint, salt: bytes = b"", **options: Any) -> CompileSession:
+    """A whole run that compiles when it starts cold."""
+    with started(store, ours, **options) as session:
+        if session.state == "cold":
+            assert list(session.folder.iterdir()) == []
+            write_cache(session.folder, salt)
+            session.on_message(report(session, compiled=True, seconds=90))
+        else:
+            session.on_message(report(session, compiled=False, seconds=20))
+        return session
+
+
+def test_cold_then_restored_then_still_there(store: Store, ours: Fingerprint) -> None:
+    first = run_once(store, ours)
+    assert first.state == "cold" and first.version is not None
+    assert first.notes[0] == "the store has no version of anything yet"
+
+    shutil.rmtree(ours.local_root)
+    second = run_once(store, ours)
+    assert (second.state, second.version) == ("restored", first.version)
+    assert {name: data for name, (data, _) in content(ours.cache_dir).items()} == FILES
+    summary = second.summary()
+    assert summary["nothing_compiled"] and summary["seconds_saved"] == 70
+    assert json.loads(json.dumps(summary)) == summary
+
+    (ours.cache_dir / "locks").mkdir(exist_ok=True)
+    third = run_once(store, ours)
+    assert third.state == "restored" and "still on this machine" in third.notes[0]
+
+
+def test_variables_for_the_ranks(store: Store, ours: Fingerprint) -> None:
+    with started(store, ours) as session:
+        variables = session.environment
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == str(ours.cache_dir)
+    assert variables["TRITON_CACHE_DIR"].startswith(str(ours.cache_dir))
+    assert variables["TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE"] == "0"
+    assert variables["DFLASH_COMPILE_START"] == "cold"
+    first = run_once(store, ours).version
+    assert first is not None
+    with started(store, ours) as session:
+        assert session.environment["DFLASH_COMPILE_VERSION"] == first.name
+
+
+def test_a_damaged_folder_on_this_machine_is_restored_again(store: Store, ours: Fingerprint) -> None:
+    run_once(store, ours)
+    (ours.cache_dir / "ab/cabkernel.py").write_bytes(b"kernel = 6\n")
+    again = run_once(store, ours)
+    assert again.state == "restored" and again.notes[0].startswith("restored version")
+    assert content(ours.cache_dir)["ab/cabkernel.py"][0] == FILES["ab/cabkernel.py"]
+
+
+def forge_current(store: Store, version: Version) -> None:
+    store.put_bytes(f"{version.folder}/CURRENT", b'{"mani', overwrite=True)
+
+
+def flip_archive(store: Store, version: Version) -> None:
+    key = f"{version.folder}/{version.manifest.archive_name}"
+    data = bytearray(store.get(key))
+    data[100] ^= 4
+    store.put_bytes(key, bytes(data), overwrite=True)
+
+
+def lose_archive(store: Store, version: Version) -> None:
+    store.delete(f"{version.folder}/{version.manifest.archive_name}")
+
+
+def lose_manifest(store: Store, version: Version) -> None:
+    store.delete(f"{version.folder}/{version.manifest_name}")
+
+
+@pytest.mark.parametrize("defect", [forge_current, flip_archive, lose_archive, lose_manifest])
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_any_defect_is_a_cold_start_that_mends_the_store(
+    store: Store, ours: Fingerprint, defect: Callable[[Store, Version], None], same_machine: bool
+) -> None:
+    version = run_once(store, ours).version
+    assert version is not None
+    if same_machine:
+        (ours.cache_dir / "half-written.so").write_bytes(b"so that the folder has to be restored")
+    else:
+        shutil.rmtree(ours.local_root)
+    defect(store, version)
+    cold = run_once(store, ours, salt=b"again")  # asserts the empty folder
+    assert cold.state == "cold" and cold.notes[0].startswith("rejected: ")
+    assert cold.version is not None and cold.version.name != version.name
+
+    shutil.rmtree(ours.local_root)
+    warm = run_once(store, ours)
+    assert warm.state == "restored" and warm.version == cold.version
+
+
+def test_signature_is_demanded_when_a_key_is_set(
+    store: Store, ours: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_once(store, ours)
+    monkeypatch.setenv("DFLASH_COMPILE_CACHE_KEY", "secret")
+    cold = run_once(store, ours, salt=b"signed")
+    assert cold.state == "cold" and "not signed" in cold.notes[0]
+    shutil.rmtree(ours.local_root)
+    assert run_once(store, ours).state == "restored"
+    monkeypatch.setenv("DFLASH_COMPILE_CACHE_KEY", "another")
+    assert "does not match" in run_once(store, ours).notes[0]
+
+
+class Unreachable:
+    """A store that no longer answers."""
+
+    uri = "s3://gone"
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            raise StoreError("connection refused")
+
+        return call
+
+
+def test_a_store_that_is_away_stops_no_run(store: Store, ours: Fingerprint) -> None:
+    away: Any = Unreachable()
+    first = run_once(away, ours)
+    assert first.state == "cold" and "connection refused" in first.notes[0]
+    assert first.notes[1] == "not published: connection refused"
+
+    # What was compiled then is not lost: the folder was sealed, and the next run offers it to the store.
+    second = run_once(away, ours)
+    assert second.state == "local" and "whole" in second.notes[0]
+    third = run_once(store, ours)
+    assert third.state == "local" and third.version is not None
+    shutil.rmtree(ours.local_root)
+    assert run_once(store, ours).state == "restored"
+
+
+def test_a_restored_run_that_compiled_more_publishes_it_all(store: Store, ours: Fingerprint) -> None:
+    first = run_once(store, ours).version
+    with started(store, ours, ranks=2) as session:
+        (session.folder / "new.cubin").write_bytes(b"one more kernel")
+        session.on_message({"kind": "progress", "step": 1})
+        session.on_message(report(session, 0, compiled=True))
+        assert session.version == first, "the other rank has not finished its step"
+        session.on_message(report(session, 1, compiled=False))
+        assert session.version is not None and session.version != first
+        assert len(session.version.manifest.members) == len(FILES) + 1
+        assert session.version.manifest.cold_seconds == 90, "the cold time stays that of the cold start"
+        assert not session.summary()["nothing_compiled"]
+
+
+def test_the_second_run_on_a_machine_joins_and_changes_nothing(store: Store, ours: Fingerprint) -> None:
+    with started(store, ours) as first:
+        write_cache(first.folder)
+        with started(store, ours) as second:
+            assert second.state == "cold"
+            assert set(FILES) <= set(content(first.folder))
+            first.on_message(report(first, compiled=True))
+            second.on_message(report(second, compiled=True))
+    assert second.notes[-1] == "not published: another run was first"
+    assert len(list_versions(store)[0]) == 1
+
+
+def test_a_wish_and_a_pin(store: Store, ours: Fingerprint) -> None:
+    first = run_once(store, ours).version
+    assert first is not None
+    with started(store, ours) as session:
+        (session.folder / "new.cubin").write_bytes(b"newer")
+        session.on_message(report(session, compiled=True))
+    wished = run_once(store, ours, version=first.name, pin_as="run 7")
+    assert wished.state == "restored" and wished.version is not None and wished.version.name == first.name
+    assert [version.pins for version in list_versions(store)[0]] == [(), ("run-7",)]
+    with pytest.raises(UserError, match="no version is called"):
+        started(store, ours, version="feed/beef")
+
+
+def test_local_root_must_be_private(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(UserError, match="written by others"):
+        started(store, fingerprint(tmp_path / "shared"))
+    with pytest.raises(UserError, match="absolute"):
+        _ = CompileCacheConfig(local_root="relative").root
+
+
+def run_rank(session: CompileSession, width: int) -> dict[str, Any]:
+    """Run the real rank with the session's variables; return its result."""
+    command = [sys.executable, "-m", "tests.storage.tiny_compile_rank", str(width)]
+    ran = subprocess.run(
+        command,
+        env={**os.environ, **session.environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    messages = [json.loads(line) for line in ran.stdout.splitlines()]
+    for message in messages:
+        session.on_message(message)
+    assert messages[0]["kind"] == "result"
+    return dict(messages[0])
+
+
+@pytest.mark.slow
+def test_life_cycle_with_real_kernels(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build, publish, wipe, restore, prove; then damage, and compile again."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    graphs: GraphSet = graph_set("tiny", {"width": 8}, [RANK_FILE])
+    config = CompileCacheConfig(local_root=str(tmp_path / "root"))
+    with CompileSession.open(store, graphs, config) as cold:
+        assert cold.state == "cold"
+        result = run_rank(cold, width=8)
+    words = cold.reports[0].reasons
+    assert any("backward" in word for word in words) and any("new kernel file" in word for word in words)
+    assert cold.version is not None and cold.reports[0].caches.aot_misses == 2
+
+    shutil.rmtree(tmp_path / "root")
+    with CompileSession.open(store, graphs, config) as warm:
+        assert (warm.state, warm.version) == ("restored", cold.version)
+        assert run_rank(warm, width=8) == result
+    assert warm.reports[0].reasons == () and warm.reports[0].new_files == 0
+    assert warm.summary()["nothing_compiled"] and warm.summary()["seconds_saved"] > 0
+    assert len(list_versions(store)[0]) == 1, "a start that compiled nothing publishes nothing"
+
+    shutil.rmtree(tmp_path / "root")
+    flip_archive(store, cold.version)
+    with started(store, cold.fingerprint, local_root=config.root) as rejected:
+        assert rejected.state == "cold" and "sha256" in rejected.notes[0]
+        assert list(rejected.folder.iterdir()) == []
+    other = cold.fingerprint.model_copy(update={"graphs": graph_set("tiny", {"width": 9}, [RANK_FILE])})
+    with started(store, other, local_root=config.root) as missing:
+        assert "setting width 8, here 9" in missing.notes[0]
+        assert place_of(missing.fingerprint) != place_of(cold.fingerprint)
