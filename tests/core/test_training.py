@@ -231,10 +231,10 @@ def test_schedules() -> None:
     ids=["adamw", "muon"],
 )
 def test_one_sample_is_learnt_until_whole_blocks_are_accepted(changes: dict[str, Any]) -> None:
-    trainer = tiny_trainer(total_steps=300, loss={"gamma": 3.0}, **changes)
+    trainer = tiny_trainer(total_steps=150, loss={"gamma": 3.0}, **changes)
     samples = random_samples([48], supervised=1.0)
     row = make_row(samples, trainer.drafter.config, row_tokens=48, anchors=47)
-    for _ in range(300):
+    for _ in range(150):
         trainer.step([row], 1)
     trainer.summary()
     summary = trainer.validate([row])

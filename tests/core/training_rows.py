@@ -65,8 +65,12 @@ def tiny_trainer(
     world: World = ALONE,
     total_steps: int = 100,
     drafter_changes: dict[str, Any] | None = None,
+    std: float = 0.2,
     **training: Any,
 ) -> Trainer:
+    """A random small drafter, embedding and head on the world's device; compiled where the configuration says
+    so.
+    """
     values: dict[str, Any] = {
         "row_tokens": 64,
         "anchors_per_row": 12,
@@ -75,11 +79,18 @@ def tiny_trainer(
         "optimizer": {"learning_rate": 3e-3, "warmup_fraction": 0.0},
     }
     config = TrainingConfig.model_validate(values | training)
-    drafter = Drafter(tiny_config(**(drafter_changes or {})), torch.float32)
-    drafter.init_weights(0, std=0.2)
+    drafter = Drafter(tiny_config(**(drafter_changes or {})), config.dtype)
+    drafter.init_weights(0, std=std)
+    drafter.to(world.device)
+    if config.compile:
+        drafter.compile_regions(checkpoint_layers=config.checkpoint_layers)
+    elif config.checkpoint_layers:
+        drafter.checkpoint_layers()
     generator = torch.Generator().manual_seed(7)
     shape = (drafter.config.vocab_size, drafter.config.hidden_size)
-    embedding, head = (torch.randn(shape, generator=generator) for _ in range(2))
+    embedding, head = (
+        (5 * std * torch.randn(shape, generator=generator)).to(world.device, config.dtype) for _ in range(2)
+    )
     return Trainer(drafter, embedding, head, config, total_steps=total_steps, world=world)
 
 

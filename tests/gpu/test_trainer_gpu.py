@@ -40,20 +40,11 @@ ROWS = {
 
 
 def trainer_on(device: str, dtype: str, **changes: Any) -> Trainer:
-    world = World(rank=0, size=1, device=torch.device(device)) if device == "cuda" else ALONE
-    values: dict[str, Any] = {"loss": {"gamma": 3.0, "chunk_slots": 64}} | changes
-    trainer = tiny_trainer(compute_dtype=dtype, drafter_changes=SHAPE, world=ALONE, **values)
-    drafter = trainer.drafter
-    drafter.compute_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    drafter.init_weights(0, std=0.05)
-    embedding, head = (
-        (0.1 * t).to(device, drafter.compute_dtype) for t in (trainer._embedding_VD, trainer._head_VD)
+    world = World(rank=0, size=1, device=torch.device(device, 0)) if device == "cuda" else ALONE
+    values: dict[str, Any] = {"loss": {"gamma": 3.0, "chunk_slots": 64}, "compile": device == "cuda"}
+    return tiny_trainer(
+        compute_dtype=dtype, drafter_changes=SHAPE, std=0.05, world=world, **(values | changes)
     )
-    drafter.to(device)
-    fresh = Trainer(drafter, embedding, head, trainer.config, total_steps=100, world=world)
-    if device == "cuda":
-        drafter.compile_regions(checkpoint_layers=trainer.config.checkpoint_layers)
-    return fresh
 
 
 def row_on(device: str, trainer: Trainer, lengths: list[int]) -> TrainingRow:
