@@ -1,12 +1,14 @@
-"""Runs right-padded batches through a transformers text model and keeps what its tapped layers put out."""
+"""Runs batches through a text model and keeps what its tapped layers put out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from dflash_core.packed_body import PackedBody, pack
 from dflash_core.records import LAST_HIDDEN, CaptureSpec, Sample, tap_column
 
 
@@ -73,15 +75,36 @@ def forward_padded(
     to right, and all padding stands on the right, so no real token sees any of it; without a mask the
     fused causal kernels are used. Raise TargetOutOfMemory.
     """
+    tokens = len(batch) * max(sample.num_tokens for sample in batch)
     try:
-        with torch.no_grad():
+        with _room_for(tokens, device):
             model(input_ids=right_pad(batch, device), use_cache=False)
-    except torch.OutOfMemoryError as error:
-        recorder.take()
-        tokens = len(batch) * max(sample.num_tokens for sample in batch)
-        raise TargetOutOfMemory(f"no room on {device} for a batch of {tokens} tokens: {error}") from None
-    outputs = recorder.take()
+    finally:
+        outputs = recorder.take()
     return [
         {column: states_BTD[row, : sample.num_tokens] for column, states_BTD in outputs.items()}
         for row, sample in enumerate(batch)
     ]
+
+
+def forward_packed(
+    body: PackedBody, batch: Sequence[Sample], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """States [T, D] of each sample and column, the samples packed into one row. Raise TargetOutOfMemory."""
+    packed = pack(batch, device)
+    with _room_for(packed.bounds[-1], device):
+        states = body.forward(packed)
+    return [
+        {column: states_ND[start : start + sample.num_tokens] for column, states_ND in states.items()}
+        for sample, start in zip(batch, packed.bounds, strict=False)
+    ]
+
+
+@contextmanager
+def _room_for(tokens: int, device: torch.device) -> Iterator[None]:
+    """Without gradients; turns the allocator's error into ours."""
+    try:
+        with torch.no_grad():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise TargetOutOfMemory(f"no room on {device} for a batch of {tokens} tokens: {error}") from None

@@ -45,13 +45,15 @@ def check_parity(target: Target, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def token_error(states_TD: torch.Tensor, reference_TD: torch.Tensor) -> float:
-    """Mean over tokens of |a_t - b_t| / |b_t|, channels first divided by their mean magnitude.
+    """Mean over tokens of |a_t - b_t| / |b_t|, channels first divided by their mean magnitude (or a tenth
+    of the median channel's, where theirs is less).
 
     Hidden states have a few channels and tokens hundreds of times louder than the rest; without the
     division and the mean over tokens, they alone would decide.
     """
     a_TD, b_TD = states_TD.float(), reference_TD.float()
-    scale_D = b_TD.abs().mean(0).clamp_min(1e-12)
+    scale_D = b_TD.abs().mean(0)
+    scale_D = scale_D.clamp_min(float(0.1 * scale_D.median()) + 1e-30)
     a_TD, b_TD = a_TD / scale_D, b_TD / scale_D
     return float(((a_TD - b_TD).norm(dim=1) / b_TD.norm(dim=1).clamp_min(1e-12)).mean())
 

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_padded
+from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_packed, forward_padded
 from dflash_core.configuration import Config, UserError
+from dflash_core.packed_body import NotPackable, PackedBody, packed_batches
 from dflash_core.parity import ParityError, check_parity
 from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec, tap_column
 from dflash_core.target_identity import (
@@ -41,6 +42,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "mask_token_id",
+    "packed_batches",
 ]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -67,10 +69,15 @@ class TargetConfig(Config):
     """Attention implementation of transformers."""
     device_map: str | dict[str, int] | None = None
     """transformers' device_map for a target that fits no single GPU ("auto")."""
-    compile_layers: bool = False
-    """Run decoder layers through torch.compile. Only from the main thread of a process of its own."""
+    batching: Literal["auto", "packed", "padded"] = "auto"
+    """How documents share a forward: one behind the other without padding (the fast way, for the model
+    types in packed_body.py), or as padded rows through transformers' own forward. "auto": packed on a GPU
+    where the model allows it."""
+    compile_layers: bool | None = None
+    """Fuse the arithmetic between matrix products with torch.compile; None: on a GPU. Compiled targets must
+    be used from the main thread of a process of their own."""
     batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens of a padded batch (rows x longest)."""
+    """Tokens of a batch, padding included."""
 
 
 class Target:
@@ -79,42 +86,76 @@ class Target:
     def __init__(
         self, model: Any, tokenizer: Any, config: TargetConfig, spec: TargetSpec, capture_spec: CaptureSpec
     ) -> None:
-        """`model` is a transformers text body: embed_tokens, layers, norm; no head."""
+        """`model` is a transformers text body: embed_tokens, layers, norm; no head. Raise UserError."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.spec, self.capture_spec = spec, capture_spec
         self.device = model.embed_tokens.weight.device
-        self.report = _warnings(model, self.device)
+        self.report = _warnings(model)
         """Sentences that the user must hear, e.g. that flash-linear-attention is missing."""
-        if config.compile_layers:
+        on_gpu = self.device.type == "cuda"
+        compiled = on_gpu if config.compile_layers is None else config.compile_layers
+        self._recorder = TapRecorder(model, capture_spec)
+        self.packed = self._packed_body(compiled) if _wants_packing(config, on_gpu) else None
+        """The fast forward, or None when transformers' own is used."""
+        if compiled and self.packed is None:
             for layer in model.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
-        self._recorder = TapRecorder(model, capture_spec)
+
+    def batches(self, samples: Sequence[Sample], token_budget: int | None = None) -> Iterator[list[Sample]]:
+        """Yield batches for `capture` that fill the budget best; None: the configured one."""
+        budget = token_budget or self.config.batch_tokens
+        return batches(samples, budget) if self.packed is None else packed_batches(samples, budget)
 
     def capture(self, batch: Sequence[Sample]) -> list[CapturedSample]:
-        """Run one right-padded batch; one bf16 [T, D] tensor a column and sample, padding cut.
+        """Run one batch; one bf16 [T, D] tensor a column and sample, in the order of the batch.
 
         The tensors are views into the batch's outputs on the target's device. Raise TargetOutOfMemory.
         """
-        states = forward_padded(self.model, self._recorder, batch, self.device)
         columns = self.capture_spec.columns
         return [
             CapturedSample(
                 sample=sample, states={name: taps[name].to(self.device, torch.bfloat16) for name in columns}
             )
-            for sample, taps in zip(batch, states, strict=True)
+            for sample, taps in zip(batch, self.capture_exact(batch), strict=True)
         ]
 
     def capture_exact(self, batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
         """Like `capture`, in the target's own arithmetic (float32 stays float32): for the parity gate."""
-        return forward_padded(self.model, self._recorder, batch, self.device)
+        if self.packed is None:
+            return forward_padded(self.model, self._recorder, batch, self.device)
+        return forward_packed(self.packed, batch, self.device)
 
     def reference(self, sample: Sample) -> dict[str, torch.Tensor]:
         """States [T, D] of one sample from a plain uncompiled forward with output_hidden_states."""
         ids_BT = torch.from_numpy(sample.token_ids_T).to(self.device, torch.int64)[None]
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = self.model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
-        self._recorder.take()
-        return _reference_columns(output, self.capture_spec, len(self.model.layers))
+        norm = self.model.norm
+        # The last entry of hidden_states would be normed, and tell nothing of the last layer's output.
+        self.model.norm = nn.Identity()
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                output = self.model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
+                last_BTD = output.hidden_states[-1]
+                last_BTD = norm(last_BTD) if self.capture_spec.last_hidden == "after_final_norm" else last_BTD
+        finally:
+            self.model.norm = norm
+            self._recorder.take()
+        columns = {tap_column(i): output.hidden_states[i + 1][0] for i in self.capture_spec.tap_layer_ids}
+        return columns if self.capture_spec.last_hidden == "no" else {**columns, LAST_HIDDEN: last_BTD[0]}
+
+    def _packed_body(self, compiled: bool) -> PackedBody | None:
+        try:
+            return PackedBody(self.model, self.capture_spec, compiled=compiled)
+        except NotPackable as error:
+            if self.config.batching == "packed":
+                raise UserError(f'batching "packed" cannot run {self.spec.name}: {error}') from None
+            self.report.append(f"Padded batches are used, which is slower: {error}.")
+            return None
+
+
+def _wants_packing(config: TargetConfig, on_gpu: bool) -> bool:
+    if config.batching == "packed" and config.device_map is not None:
+        raise UserError('batching "packed" runs on one device; drop device_map, or use batching "padded"')
+    return config.batching == "packed" or (config.batching == "auto" and on_gpu and not config.device_map)
 
 
 def load_target(config: TargetConfig, device: str | torch.device) -> Target:
@@ -181,16 +222,7 @@ def _placement(config: TargetConfig, device: torch.device) -> Any:
     return {"": device} if importlib.util.find_spec("accelerate") else None
 
 
-def _reference_columns(output: Any, spec: CaptureSpec, num_loaded: int) -> dict[str, torch.Tensor]:
-    if len(output.hidden_states) != num_loaded + 1:
-        raise RuntimeError(f"{len(output.hidden_states)} hidden states for {num_loaded} layers")
-    columns = {tap_column(i): output.hidden_states[i + 1][0] for i in spec.tap_layer_ids}
-    if spec.last_hidden != "no":
-        columns[LAST_HIDDEN] = output.hidden_states[-1][0]
-    return columns
-
-
-def _warnings(model: Any, device: torch.device) -> list[str]:
+def _warnings(model: Any) -> list[str]:
     hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
     if hybrid and importlib.util.find_spec("fla") is None:
         return [
