@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash_core.drafter import ContextCache, Drafter
+from dflash_core.drafter import ContextCache, Drafter, draft_layer, final_norm, rotary_tables
 from dflash_core.speculative import Generation, TopTwo
 
 
@@ -124,6 +124,8 @@ def leading_matches(
     loss_mask_T: torch.Tensor,
     embedding_VD: torch.Tensor,
     head_VD: torch.Tensor,
+    *,
+    anchors_per_forward: int = 64,
 ) -> np.ndarray:
     """Draft a block at every supervised token of one sample and count the drafts that equal the text from the
     start.
@@ -132,21 +134,52 @@ def leading_matches(
     matches of the block whose anchor is token t, at most the supervised tokens that follow it without a gap;
     -1 where t is no anchor.
     """
-    block_size, mask_id = drafter.config.block_size, drafter.config.mask_token_id
-    position_T = torch.arange(len(token_ids_T), device=taps_TE.device)
-    context = drafter.context(taps_TE, position_T)
-    following_T = _supervised_following(loss_mask_T.cpu().numpy(), block_size - 1)
+    device, slots = taps_TE.device, drafter.config.block_size
+    following_T = _supervised_following(loss_mask_T.cpu().numpy(), slots - 1)
     matches_T = np.full(len(token_ids_T), -1, dtype=np.int64)
-    mask_ids_K = torch.full((block_size - 1,), mask_id, device=taps_TE.device)
-    for anchor in np.flatnonzero(following_T > 0):
-        cache = ContextCache(length=int(anchor), keys=list(context.keys), values=list(context.values))
-        ids_K = torch.cat([token_ids_T[anchor : anchor + 1].long(), mask_ids_K])
-        hidden_KD = drafter.draft(cache, F.embedding(ids_K, embedding_VD))[1:]
-        draft_K = F.linear(hidden_KD.to(head_VD.dtype), head_VD).argmax(-1)
-        count = int(following_T[anchor])
-        wanted_K = token_ids_T[anchor + 1 : anchor + 1 + count].long()
-        matches_T[anchor] = int((draft_K[:count] == wanted_K).int().cumprod(0).sum())
+    cache = ContextCache()
+    drafter.extend(cache, taps_TE)
+    anchors = torch.from_numpy(np.flatnonzero(following_T >= 0)).to(device)
+    padded_T = F.pad(token_ids_T.long(), (0, slots), value=-1)
+    for anchor_A in anchors.split(anchors_per_forward):
+        ids_AK = torch.full((len(anchor_A), slots), drafter.config.mask_token_id, device=device)
+        ids_AK[:, 0] = padded_T[anchor_A]
+        hidden_QD = draft_blocks(drafter, cache, anchor_A, F.embedding(ids_AK.view(-1), embedding_VD))
+        draft_AK = F.linear(hidden_QD.to(head_VD.dtype), head_VD).argmax(-1).view(-1, slots)[:, 1:]
+        wanted_AK = padded_T[anchor_A[:, None] + torch.arange(1, slots, device=device)]
+        count_A = (draft_AK == wanted_AK).int().cumprod(1).sum(1).cpu().numpy()
+        chosen = anchor_A.cpu().numpy()
+        matches_T[chosen] = np.minimum(count_A, following_T[chosen])
     return matches_T
+
+
+def draft_blocks(
+    drafter: Drafter, cache: ContextCache, anchor_A: torch.Tensor, input_QD: torch.Tensor
+) -> torch.Tensor:
+    """Final states [A*K, D] of blocks at many anchors of one text, each seeing the context before its own
+    anchor.
+
+    Equals `Drafter.draft` block by block. `cache` holds the whole text; `input_QD` are the embeddings of the
+    blocks' tokens. Runs uncompiled, so that any number of tokens and anchors may come.
+    """
+    config = drafter.config
+    slot_Q = torch.arange(config.block_size, device=anchor_A.device).repeat(len(anchor_A))
+    anchor_Q = anchor_A.repeat_interleave(config.block_size)
+    position_Q = anchor_Q + slot_Q
+    token_C = torch.arange(cache.length, device=anchor_A.device)
+    seen_QC = token_C[None, :] < anchor_Q[:, None]
+    own_QQ = anchor_Q[:, None] == anchor_Q[None, :]
+    cos_QF, sin_QF = rotary_tables(position_Q, config.rope_theta, config.head_dim)
+    x_QD = input_QD.to(drafter.compute_dtype)
+    for i, layer in enumerate(drafter.layers):
+        mask_QS = torch.cat([seen_QC, own_QQ], dim=1)
+        if (window := config.window_of(i)) is not None:
+            distance_QS = position_Q[:, None] - torch.cat([token_C, position_Q])[None, :]
+            mask_QS = mask_QS & (distance_QS >= 0) & (distance_QS < window)
+        keys, values = cache.keys[i][: cache.length], cache.values[i][: cache.length]
+        weights = layer.weights()  # type: ignore[operator]
+        x_QD = draft_layer(x_QD, keys, values, weights, cos_QF, sin_QF, mask_QS, drafter.shape)
+    return final_norm(x_QD, drafter.norm.weight, config.rms_norm_eps, drafter.compute_dtype)
 
 
 def simulate(matches_T: np.ndarray, loss_mask_T: np.ndarray, block_size: int) -> AcceptanceStats:

@@ -13,6 +13,7 @@ from torch import nn
 from dflash_core.acceptance import (
     AcceptanceStats,
     count_blocks,
+    draft_blocks,
     first_difference,
     leading_matches,
     simulate,
@@ -21,7 +22,7 @@ from dflash_core.acceptance import (
 )
 from dflash_core.cached_target import CachedTarget
 from dflash_core.configuration import UserError
-from dflash_core.drafter import Drafter
+from dflash_core.drafter import ContextCache, Drafter
 from dflash_core.speculative import (
     DrafterProposer,
     Generation,
@@ -138,6 +139,26 @@ def test_teacher_forced_acceptance_equals_the_real_one(damage: float) -> None:
     if damage == 0.1:
         assert len(set(jumps)) > 1, "blocks of one length would prove little"
     assert simulated.blocks >= whole
+
+
+@pytest.mark.parametrize("window", [None, 6, 40])
+def test_many_blocks_at_once_equal_one_by_one(window: int | None) -> None:
+    kinds = None if window is None else ("sliding_attention", "full_attention", "sliding_attention")
+    drafter = tiny_drafter(layer_types=kinds, sliding_window=window)
+    drafter.compute_dtype = torch.float32
+    chance = torch.Generator().manual_seed(0)
+    taps_TE = torch.randn(30, 64, generator=chance)
+    anchors = torch.tensor([1, 2, 9, 17, 29])
+    inputs_QD = torch.randn(25, 32, generator=chance)
+    whole = ContextCache()
+    drafter.extend(whole, taps_TE)
+    with torch.no_grad():
+        together_QD = draft_blocks(drafter, whole, anchors, inputs_QD)
+    for i, anchor in enumerate(anchors.tolist()):
+        before = ContextCache()
+        drafter.extend(before, taps_TE[:anchor])
+        alone_KD = drafter.draft(before, inputs_QD[5 * i : 5 * i + 5])
+        torch.testing.assert_close(together_QD[5 * i : 5 * i + 5], alone_KD, atol=1e-5, rtol=1e-5)
 
 
 def test_simulate_walks_each_response_on_its_own() -> None:
