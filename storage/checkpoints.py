@@ -1,0 +1,333 @@
+"""Checkpoints on the object store: written beside training, committed last, found again, refused to another
+run.
+
+Layout below the run's folder: checkpoints/step-00000500-<sha256, 16 digits>.safetensors holds the tensors,
+checkpoints/step-00000500.json is the commit record, written last: without it a checkpoint does not exist.
+best.json names the best one by validation. Tensors are stored as they are (float32 weights and moments), in
+safetensors' format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_core.configuration import Config, UserError
+from storage.objects import ObjectExists, ObjectNotFound, Store
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints/"
+BEST_KEY = "best.json"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of types in safetensors' header."""
+COPY_BYTES = 16 << 20
+
+
+class Position(Config):
+    """Where in the data and the schedule a run is."""
+
+    optimizer_step: int
+    """Finished optimizer steps."""
+    epoch: int
+    """Epoch of the next step."""
+    step_in_epoch: int
+    """Optimizer steps of that epoch already done."""
+
+
+class CheckpointRecord(Config):
+    """The commit record of one checkpoint."""
+
+    position: Position
+    identity: dict[str, Any]
+    """Everything that must be equal for a run to continue from it."""
+    notes: dict[str, Any]
+    """For people: ranks, versions, validation numbers."""
+    object: str
+    """Key of the tensors."""
+    size: int
+    sha256: str
+
+
+class Best(Config):
+    """The best checkpoint so far."""
+
+    optimizer_step: int
+    score: float
+    """Acceptance length on the validation samples."""
+
+
+class CheckpointDamaged(UserError):
+    """The tensors of a checkpoint are not what was written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use by one rank; only `save` runs in the background, one at a time."""
+
+    def __init__(
+        self, store: Store, identity: Mapping[str, Any], *, keep: int, scratch: Path | None = None
+    ) -> None:
+        """`store` is the run's folder. `identity` is JSON-like; `keep` latest checkpoints stay, and the best
+        one.
+
+        `scratch` is a local folder for the file being written; None: the system's.
+        """
+        if keep < 1:
+            raise ValueError("keep at least one checkpoint")
+        self._store, self._identity, self._keep = store, json.loads(json.dumps(dict(identity))), keep
+        self._scratch = scratch
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._staged: dict[str, Tensor] = {}
+
+    # Writing.
+
+    def save(
+        self,
+        position: Position,
+        tensors: Mapping[str, Tensor],
+        notes: Mapping[str, Any],
+        *,
+        score: float | None = None,
+    ) -> None:
+        """Copy the tensors and write them in the background; waits for the copy before only.
+
+        `score` (acceptance length) makes it the best one if it is higher than the best so far. An error of
+        the previous write is raised here or by `wait`.
+        """
+        self.wait()
+        copied, ready = self._stage(tensors)
+        plain: dict[str, Any] = json.loads(json.dumps(dict(notes)))
+        self._writing = self._pool.submit(self._write, position, copied, plain, ready, score)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the store. Raises StoreError."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, then end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            self._staged.clear()
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Copy to host memory; from a GPU into page-locked buffers that are kept, in stream order, without
+        waiting.
+        """
+        copied, event = {}, None
+        for name, tensor in tensors.items():
+            if not tensor.is_cuda:
+                copied[name] = tensor.detach().clone().contiguous()
+                continue
+            buffer = self._staged.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._staged[name] = buffer
+            copied[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+        if self._staged:
+            event = torch.cuda.Event()
+            event.record()
+        return copied, event
+
+    def _write(
+        self,
+        position: Position,
+        tensors: dict[str, Tensor],
+        notes: dict[str, Any],
+        ready: torch.cuda.Event | None,
+        score: float | None,
+    ) -> None:
+        if ready is not None:
+            ready.synchronize()
+        step = position.optimizer_step
+        with tempfile.TemporaryFile(dir=self._scratch_folder()) as file:
+            sha256, size = write_safetensors(file, tensors)
+            key = f"{_stem(step)}-{sha256[:16]}.safetensors"
+            with suppress(ObjectExists):
+                self._store.put_file(key, file)
+        record = CheckpointRecord(
+            position=position, identity=self._identity, notes=notes, object=key, size=size, sha256=sha256
+        )
+        # A resumed run may reach a step again that an abandoned one has committed: the later one counts.
+        self._store.put_bytes(f"{_stem(step)}.json", record.model_dump_json().encode(), overwrite=True)
+        best = self.best()
+        if score is not None and (best is None or score > best.score):
+            best = Best(optimizer_step=step, score=score)
+            self._store.put_bytes(BEST_KEY, best.model_dump_json().encode(), overwrite=True)
+        self._retire(best, key)
+
+    def _scratch_folder(self) -> Path | None:
+        """Where the file grows: on the file system of a local store, so that publishing it is a link and no
+        copy.
+        """
+        folder = self._scratch or self._store.scratch_dir
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _retire(self, best: Best | None, written: str) -> None:
+        """Remove all but the latest and the best; the record goes first, so no record is without its
+        tensors.
+        """
+        steps = self.steps()
+        kept = set(steps[-self._keep :]) | ({best.optimizer_step} if best else set())
+        for step in steps:
+            if step not in kept:
+                self._store.delete(f"{_stem(step)}.json")
+        for info in list(self._store.list(FOLDER)):
+            if not info.key.endswith(".safetensors"):
+                continue
+            replaced = _step_of(info.key) == _step_of(written) and info.key != written
+            if replaced or _step_of(info.key) not in kept:
+                self._store.delete(info.key)
+
+    # Reading.
+
+    def steps(self) -> list[int]:
+        """Optimizer steps of which there is a committed checkpoint, ascending."""
+        keys = (info.key for info in self._store.list(FOLDER))
+        return sorted(_step_of(key) for key in keys if key.endswith(".json"))
+
+    def best(self) -> Best | None:
+        """The best checkpoint, None when nothing was validated yet."""
+        try:
+            return Best.model_validate_json(self._store.get(BEST_KEY))
+        except ObjectNotFound:
+            return None
+
+    def record(self, step: int) -> CheckpointRecord:
+        """Read a commit record. Raises ObjectNotFound, CheckpointDamaged."""
+        try:
+            return CheckpointRecord.model_validate_json(self._store.get(f"{_stem(step)}.json"))
+        except ValidationError as error:
+            raise CheckpointDamaged(
+                f"{self._store.uri}/{_stem(step)}.json is no checkpoint record "
+                f"({error.error_count()} faults); delete it"
+            ) from None
+
+    def latest(self) -> tuple[CheckpointRecord, dict[str, Tensor]] | None:
+        """Load the newest intact checkpoint on the CPU; None when there is none at all.
+
+        A damaged one is skipped and named in the log. Raises UserError naming the differing keys when it is
+        of another configuration, CheckpointDamaged when there are checkpoints and none is intact.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                record = self.record(step)
+                self._check_identity(record)
+                return record, self.load(record)
+            except CheckpointDamaged as damage:
+                log.warning("%s; trying the one before", damage)
+        if steps:
+            raise CheckpointDamaged(
+                f"none of the checkpoints of {self._store.uri} is intact; delete them to start anew"
+            )
+        return None
+
+    def load(self, record: CheckpointRecord) -> dict[str, Tensor]:
+        """Read the tensors of a checkpoint on the CPU, digest checked. Raises CheckpointDamaged."""
+        where = f"checkpoint {self._store.uri}/{record.object}"
+        with tempfile.NamedTemporaryFile(dir=self._scratch, suffix=".safetensors") as file:
+            digest = hashlib.sha256()
+            try:
+                with self._store.open(record.object) as source:
+                    while data := source.read(COPY_BYTES):
+                        digest.update(data)
+                        file.write(data)
+            except ObjectNotFound:
+                raise CheckpointDamaged(f"{where} is gone") from None
+            file.flush()
+            if digest.hexdigest() != record.sha256:
+                raise CheckpointDamaged(f"{where} is damaged: its sha256 is not that of its record")
+            return load_file(file.name)
+
+    def _check_identity(self, record: CheckpointRecord) -> None:
+        differing = differences(record.identity, self._identity)
+        if differing:
+            step = record.position.optimizer_step
+            raise UserError(
+                f"the checkpoint of step {step} in {self._store.uri} belongs to another configuration:\n  "
+                + "\n  ".join(differing)
+                + "\nuse the old values, or another run name to start anew"
+            )
+
+
+def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """Write contiguous CPU tensors in safetensors' format without a copy in memory; return sha256 and size.
+
+    Format (safetensors README): little-endian u64 length of the header, the header in JSON (name -> dtype,
+    shape, data_offsets), then the data.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    for data in (struct.pack("<Q", len(text)), text):
+        digest.update(data)
+        file.write(data)
+    for tensor in tensors.values():
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for start in range(0, len(view), COPY_BYTES):
+            part = view[start : start + COPY_BYTES]
+            digest.update(part)
+            file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
+    return digest.hexdigest(), 8 + len(text) + offset
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """Name every key whose value differs, as "key: old -> new"."""
+    found = []
+    for key in sorted({*old, *new}):
+        where = f"{path}{key}"
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{where}.")
+        elif a != b:
+            found.append(f"{where}: {json.dumps(a)} -> {json.dumps(b)}")
+    return found
+
+
+def _stem(step: int) -> str:
+    return f"{FOLDER}step-{step:08d}"
+
+
+def _step_of(key: str) -> int:
+    return int(key.removeprefix(f"{FOLDER}step-")[:8])

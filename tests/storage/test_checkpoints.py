@@ -1,0 +1,143 @@
+"""Checkpoints on a real store: round trip, retention, refusal, damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_core.configuration import UserError
+from storage.checkpoints import CheckpointDamaged, Checkpoints, Position, differences, write_safetensors
+from storage.objects import Store, open_store
+
+IDENTITY = {"drafter": {"num_layers": 2, "taps": [1, 3]}, "seed": 0}
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "file":
+        return open_store(tmp_path / "run")
+    return open_store(f"{request.getfixturevalue('s3_uri')}/run")
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "a/w": torch.full((3, 4), value),
+        "b": torch.arange(5, dtype=torch.bfloat16),
+        "step": torch.tensor(value),
+        "rng": torch.arange(7, dtype=torch.uint8),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def at(step: int) -> Position:
+    return Position(optimizer_step=step, epoch=step // 10, step_in_epoch=step % 10)
+
+
+def save_all(store: Store, steps: list[int], keep: int = 2, scores: dict[int, float] | None = None) -> None:
+    checkpoints = Checkpoints(store, IDENTITY, keep=keep)
+    for step in steps:
+        checkpoints.save(at(step), tensors(step), {"ranks": 1}, score=(scores or {}).get(step))
+    checkpoints.close()
+
+
+def test_round_trip_and_retention(store: Store) -> None:
+    assert Checkpoints(store, IDENTITY, keep=2).latest() is None
+    save_all(store, [5, 10, 15, 20], scores={5: 2.5, 15: 2.0})
+    checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    assert checkpoints.steps() == [5, 15, 20]
+    best = checkpoints.best()
+    assert best is not None and best.optimizer_step == 5 and best.score == 2.5
+    found = checkpoints.latest()
+    assert found is not None
+    record, loaded = found
+    assert record.position == at(20) and record.notes == {"ranks": 1}
+    expected = tensors(20)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[k], expected[k]) and loaded[k].dtype == expected[k].dtype for k in expected)
+    assert torch.equal(checkpoints.load(checkpoints.record(5))["a/w"], tensors(5)["a/w"])
+    objects = [info.key for info in store.list("checkpoints/") if info.key.endswith(".safetensors")]
+    assert len(objects) == 3
+
+
+def test_saving_copies_before_it_returns(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(open_store(tmp_path), IDENTITY, keep=1)
+    state = tensors(1.0)
+    checkpoints.save(at(1), state, {})
+    state["a/w"].fill_(9.0)
+    checkpoints.close()
+    assert torch.equal(checkpoints.load(checkpoints.record(1))["a/w"], torch.ones(3, 4))
+
+
+def test_another_configuration_is_refused_by_key(store: Store) -> None:
+    save_all(store, [5])
+    other = {"drafter": {"num_layers": 3, "taps": [1, 3]}, "seed": 0, "new": True}
+    with pytest.raises(UserError, match=r"(?s)drafter.num_layers: 2 -> 3.*new: null -> true") as caught:
+        Checkpoints(store, other, keep=2).latest()
+    assert "seed" not in str(caught.value) and "taps" not in str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [5, 10])
+    checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    path = tmp_path / checkpoints.record(10).object
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(bytes(data))
+    found = checkpoints.latest()
+    assert found is not None and found[0].position.optimizer_step == 5
+    assert "is damaged" in caplog.text
+    (tmp_path / checkpoints.record(5).object).unlink()
+    with pytest.raises(CheckpointDamaged, match="none of the checkpoints"):
+        checkpoints.latest()
+
+
+def test_tensors_without_a_record_do_not_exist(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [5, 10])
+    store.delete("checkpoints/step-00000010.json")
+    found = Checkpoints(store, IDENTITY, keep=2).latest()
+    assert found is not None and found[0].position.optimizer_step == 5
+    save_all(store, [15])
+    assert not [i.key for i in store.list("checkpoints/step-00000010")]
+
+
+def test_a_step_that_is_reached_again_replaces_the_old_one(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [5])
+    checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    checkpoints.save(at(5), tensors(7.0), {})
+    checkpoints.close()
+    found = checkpoints.latest()
+    assert found is not None and torch.equal(found[1]["a/w"], torch.full((3, 4), 7.0))
+    assert len([i for i in store.list("checkpoints/") if i.key.endswith(".safetensors")]) == 1
+
+
+def test_a_failed_write_is_raised(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    checkpoints = Checkpoints(open_store(blocked / "run"), IDENTITY, keep=1, scratch=tmp_path)
+    checkpoints.save(at(1), tensors(1.0), {})
+    with pytest.raises(UserError):
+        checkpoints.wait()
+
+
+def test_written_files_are_safetensors(tmp_path: Path) -> None:
+    expected = tensors(2.0)
+    with (tmp_path / "x").open("wb") as file:
+        _, size = write_safetensors(file, expected)
+    assert (tmp_path / "x").stat().st_size == size
+    loaded = load_file(tmp_path / "x")
+    assert all(torch.equal(loaded[k], v) for k, v in expected.items())
+
+
+def test_differences_name_nested_keys() -> None:
+    old: dict[str, Any] = {"a": {"b": 1, "c": [1]}, "d": None}
+    assert differences(old, json.loads(json.dumps(old))) == []
+    assert differences(old, {"a": {"b": 2, "c": [1]}}) == ["a.b: 1 -> 2"]
