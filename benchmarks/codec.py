@@ -1,0 +1,217 @@
+"""Measures the codecs on hidden states: size, entropy, error, and speed of one thread each way.
+
+python benchmarks/codec.py --target FOLDER --texts chats.jsonl --json
+python benchmarks/codec.py --synthetic --width 5120 --tokens 4096 --json
+
+Real states come from `--target` (a transformers folder) reading the chats of `--texts`; `--cache FILE`
+keeps them for the next run. Channel scales come from the first third of the chats; the other two thirds are
+measured. Each codec reports: ratio (against bf16), bits_per_value, entropy_bits_per_value (order-0 entropy
+of the symbols of each layer), relative_error (RMS in channel scales), worst_layer_error, energy_error
+(sqrt(sum of squared errors / sum of squares)), and MB of bf16 a second: encode_MB_s and decode_MB_s of
+everything, entropy_encode_MB_s and entropy_decode_MB_s of the part that runs on CPU threads. With `--device
+cuda` the arithmetic runs there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import load_file, save_file
+from synthetic import synthetic_states
+from torch import Tensor
+
+from storage.codec import Calibration, Codec, ErrorSums, Kind, Layout, Symbols, parse_codec
+
+NAMES = ["lossless", "fp8"] + [f"tolerance={e}" for e in (0.01, 0.026, 0.05, 0.1, 0.2, 0.3, 0.5)]
+Cells = list[dict[str, Tensor]]
+"""One entry a chat: column -> bf16 [T, D]."""
+
+
+def capture_states(target_folder: str, texts: str, layers: tuple[int, ...], max_tokens: int) -> Cells:
+    """Run the target over the chats of `texts` until `max_tokens` are there."""
+    from dflash_core.chat import ChatConfig, ChatEncoder
+    from dflash_core.target import TargetConfig, load_target
+    from storage.chats import read_chats
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(TargetConfig(path=target_folder, tap_layer_ids=layers, mask_token=0), device)
+    encoder = ChatEncoder(target.tokenizer, ChatConfig())
+    cells: Cells = []
+    tokens = 0
+    for record, _ in read_chats(texts):
+        captured = target.capture([encoder.encode(record)])[0]
+        cells.append({column: states.cpu().contiguous() for column, states in captured.states.items()})
+        tokens += captured.sample.num_tokens
+        if tokens >= max_tokens:
+            break
+    return cells
+
+
+def synthetic_cells(width: int, tokens: int, layers: tuple[int, ...]) -> Cells:
+    """Chats of 512 tokens."""
+    return [
+        {f"layer_{layer:03d}": synthetic_states(512, width, seed=1000 * chat + layer) for layer in layers}
+        for chat in range(max(tokens // 512, 3))
+    ]
+
+
+def load_cells(path: Path) -> Cells:
+    cells: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, states in load_file(path).items():
+        chat, column = name.split(".")
+        cells[int(chat)][column] = states
+    return [cells[chat] for chat in sorted(cells)]
+
+
+def save_cells(cells: Cells, path: Path) -> None:
+    save_file(
+        {f"{i}.{column}": states for i, cell in enumerate(cells) for column, states in cell.items()}, path
+    )
+
+
+def symbol_counts(symbols: Symbols) -> list[Tensor]:
+    """Histograms of the independent symbol streams of a cell (what its entropy is the entropy of)."""
+    if symbols.header.kind == Kind.LOSSLESS:
+        streams = [symbols.array("exponent"), symbols.array("rest")]
+    elif symbols.header.kind == Kind.FP8:
+        streams = [symbols.array("value")]
+    elif symbols.header.layout == Layout.BYTES:
+        streams = [symbols.array("symbol")]
+    else:
+        name = "folded" if symbols.header.layout == Layout.NIBBLES else "low"
+        folded_TH = symbols.array(name).view(symbols.header.tokens, -1)
+        low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], 1)[:, : symbols.header.width].flatten().int()
+        streams = [low_TD]
+        if symbols.header.layout == Layout.WIDE:
+            streams = [low_TD + 16 * symbols.array("high").int()]
+    return [torch.bincount(stream.int(), minlength=1 << 12) for stream in streams]
+
+
+def entropy(counts: Tensor) -> float:
+    """Bits a symbol."""
+    share = counts[counts > 0].double() / counts.sum()
+    return float(-(share * share.log2()).sum())
+
+
+class Clock:
+    """Adds up the seconds of named stages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._last = 0.0
+
+    def start(self) -> None:
+        self._wait()
+        self._last = time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        self._wait()
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(codec: Codec, cells: Cells, scales: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """Encode and decode every cell once, check it, and report."""
+    clock = Clock(device)
+    values = size = 0
+    errors: dict[str, ErrorSums] = defaultdict(ErrorSums)
+    counts: dict[str, list[Tensor]] = {}
+    for cell in cells:
+        for column, states in cell.items():
+            states_TD, scale_D = states.to(device), scales[column].to(device)
+            clock.start()
+            symbols = codec.encode_on_device(states_TD, scale_D).to("cpu")
+            clock.stop("encode")
+            data = codec.to_bytes(symbols)
+            clock.stop("entropy_encode")
+            back = codec.from_bytes(data)
+            clock.stop("entropy_decode")
+            decoded_TD = torch.empty_like(states_TD)
+            codec.decode_on_device(back.to(device), scale_D, decoded_TD)
+            clock.stop("decode")
+            if codec.kind == Kind.LOSSLESS:
+                assert torch.equal(decoded_TD.view(torch.int16), states_TD.view(torch.int16))
+            values, size = values + states.numel(), size + len(data)
+            errors[column] += symbols.error
+            found = symbol_counts(symbols)
+            counts[column] = (
+                [a + b for a, b in zip(counts[column], found, strict=True)] if column in counts else found
+            )
+    megabytes, seconds = values * 2 / 1e6, clock.seconds
+    column_values = values / len(counts)
+    bits = sum(entropy(c) * float(c.sum()) / column_values for streams in counts.values() for c in streams)
+    return {
+        "ratio": 16 * values / (8 * size),
+        "bits_per_value": 8 * size / values,
+        "entropy_bits_per_value": bits / len(counts),
+        "relative_error": sum(errors.values(), ErrorSums()).relative_error,
+        "worst_layer_error": max(e.relative_error for e in errors.values()),
+        "energy_error": sum(errors.values(), ErrorSums()).energy_error,
+        "encode_MB_s": megabytes / (seconds["encode"] + seconds["entropy_encode"]),
+        "decode_MB_s": megabytes / (seconds["decode"] + seconds["entropy_decode"]),
+        "entropy_encode_MB_s": megabytes / seconds["entropy_encode"],
+        "entropy_decode_MB_s": megabytes / seconds["entropy_decode"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", help="transformers folder of the target")
+    parser.add_argument("--texts", help="chats: JSONL, JSON, Parquet, a folder of them")
+    parser.add_argument("--layers", default="1,8,14,20,27")
+    parser.add_argument("--tokens", type=int, default=12_000, help="how many tokens to measure on, about")
+    parser.add_argument("--cache", type=Path, help="safetensors file that keeps the states between runs")
+    parser.add_argument("--synthetic", action="store_true", help="random states instead of a target's")
+    parser.add_argument("--width", type=int, default=5120, help="width of synthetic states")
+    parser.add_argument("--codecs", default=",".join(NAMES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    layers = tuple(int(layer) for layer in arguments.layers.split(","))
+    if arguments.synthetic:
+        cells = synthetic_cells(arguments.width, arguments.tokens, layers)
+    elif arguments.cache is not None and arguments.cache.exists():
+        cells = load_cells(arguments.cache)
+    elif arguments.target and arguments.texts:
+        cells = capture_states(arguments.target, arguments.texts, layers, arguments.tokens)
+        if arguments.cache is not None:
+            save_cells(cells, arguments.cache)
+    else:
+        parser.error("give --target and --texts, or --synthetic")
+    torch.set_num_threads(1)
+    calibration = Calibration()
+    for cell in cells[: max(len(cells) // 3, 1)]:
+        calibration.add(cell)
+    scales = calibration.scales()
+    report = {
+        name: measure(parse_codec(name), cells[len(cells) // 3 :], scales, torch.device(arguments.device))
+        for name in arguments.codecs.split(",")
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+        return
+    keys = list(next(iter(report.values())))
+    print(f"{'codec':16s}" + "".join(f"{key:>24s}" for key in keys))
+    for name, numbers in report.items():
+        print(f"{name:16s}" + "".join(f"{numbers[key]:24.4f}" for key in keys))
+
+
+if __name__ == "__main__":
+    main()
