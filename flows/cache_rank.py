@@ -1,0 +1,108 @@
+"""A rank that runs one full train step and one evaluation step on random data, to have everything compiled.
+
+`torchrun -m flows.cache_rank FILE`, FILE being JSON with a "drafter" and a "training" configuration. The step
+is the trainer's own: what it leaves in the compile cache is what training looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_core.compile_watch import Watch, seconds_since_process_start
+from dflash_core.configuration import UserError
+from dflash_core.distributed import World, join_world, leave_world
+from dflash_core.drafter import Drafter, DrafterConfig
+from dflash_core.packing import pack_tokens
+from dflash_core.records import Sample
+from dflash_core.row_batch import prepare_row
+from dflash_core.training import Trainer, TrainingConfig, TrainingRow
+from flows.ranks import say, serve_rank
+
+DOCUMENTS = 8
+"""Documents of the random row; their number enters no graph."""
+
+
+def main() -> None:
+    """Compile, say how long the first optimizer step took, and report."""
+    values = json.loads(Path(sys.argv[1]).read_text())
+    drafter = DrafterConfig.model_validate(values["drafter"])
+    training = TrainingConfig.model_validate(values["training"])
+    world = join_world()
+    watch = Watch.from_environment().start()
+    trainer = random_trainer(drafter, training, world)
+    row = random_row(drafter, training, world)
+    trainer.step([row], 1)
+    trainer.check_finite()  # waits for the device
+    say("first_step", rank=world.rank, seconds=round(seconds_since_process_start(), 3))
+    trainer.validate([row])
+    print(watch.report(rank=world.rank).line(), flush=True)
+    leave_world(world)
+
+
+def random_trainer(config: DrafterConfig, training: TrainingConfig, world: World) -> Trainer:
+    """Build a trainer with random weights on this rank's device, its regions compiled.
+
+    Raises UserError when the configuration compiles nothing.
+    """
+    on_gpu = world.device.type == "cuda"
+    if training.compile is False or (training.compile is None and not on_gpu):
+        raise UserError("this training configuration compiles nothing here: set training.compile to true")
+    with world.device:
+        drafter = Drafter(config, training.dtype)
+    generator = torch.Generator(world.device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
+    shape = (config.vocab_size, config.hidden_size)
+    embedding_VD, head_VD = (
+        torch.empty(shape, dtype=training.dtype, device=world.device).normal_(0.0, 0.02, generator=generator)
+        for _ in range(2)
+    )
+    return Trainer(drafter, embedding_VD, head_VD, training, total_steps=1000, world=world)
+
+
+def random_row(config: DrafterConfig, training: TrainingConfig, world: World) -> TrainingRow:
+    """Build a packed row of random tokens and taps in the shapes of the configuration."""
+    draw = np.random.default_rng(0)
+    documents = min(DOCUMENTS, training.row_tokens)
+    lengths = [training.row_tokens // documents] * documents
+    samples = [
+        Sample(
+            sample_id=f"random-{i}",
+            token_ids_T=draw.integers(0, config.vocab_size, length).astype(np.int32),
+            loss_mask_T=np.ones(length, bool),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    packed = pack_tokens(samples, training.row_tokens)
+    batch = prepare_row(
+        packed,
+        config,
+        anchors=training.anchors_per_row,
+        seed=0,
+        epoch=0,
+        dense=world.device.type != "cuda",
+    )
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+
+    def states(width: int) -> torch.Tensor:
+        shape = (training.row_tokens, width)
+        empty = torch.empty(shape, dtype=torch.bfloat16, device=world.device)
+        return empty.normal_(generator=generator)
+
+    return TrainingRow(
+        batch=batch.to(world.device),
+        taps_CE=states(len(config.tap_layer_ids) * config.hidden_size),
+        last_hidden_CD=states(config.hidden_size) if training.loss.kl_weight > 0 else None,
+    )
+
+
+if __name__ == "__main__":
+    serve_rank(main)
