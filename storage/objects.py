@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 from urllib.parse import unquote, urlsplit
@@ -205,7 +206,14 @@ class _Connection:
 
 
 def _connect(config: StoreConfig) -> _Connection:
-    """Make the client. Payloads are unsigned, the checksum guards them: signing would hash every byte."""
+    """Return the client of this process for the AWS_* variables as they are now."""
+    found = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
+    return _new_connection(config, os.getpid(), tuple(found))
+
+
+@lru_cache(maxsize=8)
+def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[str, str], ...]) -> _Connection:
+    """Make a client. Payloads are unsigned, the checksum guards them: signing would hash every byte."""
     import boto3
     from botocore.config import Config as BotoConfig
 
@@ -226,8 +234,9 @@ def _connect(config: StoreConfig) -> _Connection:
         with _translated(None, "opening the store"):
             return session.client("s3", region_name=region, config=settings)
 
-    made = client("auto")
-    if ".amazonaws.com" not in made.meta.endpoint_url:
+    ours = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & dict(variables).keys()
+    made = client("path" if ours else "auto")
+    if not ours and ".amazonaws.com" not in made.meta.endpoint_url:  # an endpoint from a profile
         made = client("path")
     wanted = made.meta.config.request_checksum_calculation != "when_required"
     name = "CRC64NVME" if importlib.util.find_spec("awscrt") else "CRC32"

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -177,17 +178,28 @@ class ShardFile:
         self._writer.close()
         return self._sink.position, self._sink.digest.hexdigest()
 
+    def abandon(self) -> None:
+        """Write nothing more; idempotent."""
+        self._sink.abandoned = True
+        with suppress(pa.ArrowException, OSError):
+            self._writer.close()
+
 
 class _HashingSink:
-    """What pyarrow writes to: writes through and hashes. Not closed by it."""
+    """What pyarrow writes to: writes through and hashes. Not closed by it.
+
+    pyarrow's writer finishes its file when it is collected, whatever happened: `abandoned` keeps it off ours.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
         self.position = 0
         self.digest = hashlib.sha256()
-        self.closed = False
+        self.closed = self.abandoned = False
 
     def write(self, data: Any) -> int:
+        if self.abandoned:
+            return 0
         view = memoryview(data).cast("B")
         self.digest.update(view)
         self.position += len(view)

@@ -88,6 +88,7 @@ class ShardWriter:
         self._column_bytes = dict.fromkeys(dataset.columns, 0)
         self._group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]] = []
         self._written: list[Future[Future[RowGroupRecord]]] = []
+        self._broken = False
         self._room = _Room(self._config.pending_bytes)
         self._folder = scratch_dir or dataset.store.scratch_dir or Path(tempfile.gettempdir())
         self._file = _nameless_file(self._folder)
@@ -136,6 +137,7 @@ class ShardWriter:
         self._room.open()
         self._scribe.shutdown(cancel_futures=True)
         self._coders.shutdown(cancel_futures=True)
+        self._parquet.abandon()
         self._file.close()
 
     def __enter__(self) -> ShardWriter:
@@ -212,13 +214,17 @@ class ShardWriter:
     # On the thread that owns the file.
 
     def _write(self, group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]]) -> Future[RowGroupRecord]:
+        columns = self._dataset.columns
         try:
-            columns = self._dataset.columns
+            if self._broken:
+                raise RuntimeError("an earlier row group of this shard could not be written")
             cells = {column: [futures[column].result() for _, _, futures in group] for column in columns}
             for column, of_column in cells.items():
                 self._column_bytes[column] += sum(map(len, of_column))
             rows = [row for row, _, _ in group]
+            self._broken = True
             offset, size = self._parquet.write_row_group(list(self._heads(rows)), cells)
+            self._broken = False
         finally:
             self._room.give(sum(held for _, held, _ in group))
         first_row = self._rows.index(rows[0])

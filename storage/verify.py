@@ -1,0 +1,150 @@
+"""Checks what lies on the store against the commit records, shard by shard, and forgets what is corrupt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from storage.codec import Codec, CodecError, parse_codec
+from storage.dataset import Dataset, DatasetError, ShardCorrupt
+from storage.dataset_spec import SHARDS
+from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated
+from storage.shard_format import RowGroupRecord, ShardRecord, check_chunk, mend, read_cells, read_head
+
+Depth = Literal["sizes", "bytes", "cells"]
+"""How far to look: object sizes; every byte by its digest; every cell decoded, every token compared."""
+State = Literal["good", "missing", "corrupt"]
+
+_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFinding:
+    """What was found of one shard."""
+
+    shard: int
+    state: State
+    """Missing: not extracted yet. Corrupt: has a record and does not hold what it says."""
+    bytes: int = 0
+    """Size of the object, as committed."""
+    problem: str = ""
+
+
+def verify_dataset(
+    dataset: Dataset, depth: Depth = "bytes", shards: Sequence[int] | None = None, threads: int = 4
+) -> Iterator[ShardFinding]:
+    """Check shards (default: all) in parallel and yield findings as they come, in no promised order.
+
+    Memory: one row group and 16 MiB a thread. Raises DatasetError when plan or seal are not this data set's.
+    """
+    if dataset.sealed:
+        dataset.manifest()
+    waiting = list(range(len(dataset.plan.shards)) if shards is None else shards)[::-1]
+    running: set[Future[ShardFinding]] = set()
+    with ThreadPoolExecutor(threads) as pool:
+        while waiting or running:
+            while waiting and len(running) < 2 * threads:
+                running.add(pool.submit(verify_shard, dataset, waiting.pop(), depth))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+
+
+def verify_shard(dataset: Dataset, shard: int, depth: Depth = "bytes") -> ShardFinding:
+    """Check one shard against its commit record and, once the seal was read, the record against the seal."""
+    if not dataset.committed(shard):
+        return ShardFinding(shard=shard, state="missing", problem="not extracted yet")
+    try:
+        record = dataset.record(shard)
+    except (DatasetError, ShardCorrupt) as error:
+        return ShardFinding(shard=shard, state="corrupt", problem=str(error))
+    try:
+        _check_size(dataset, record)
+        if depth != "sizes":
+            _check_bytes(dataset, record)
+        if depth == "cells":
+            _check_cells(dataset, record)
+    except (ShardCorrupt, ObjectNotFound, ObjectTruncated) as error:
+        return ShardFinding(shard=shard, state="corrupt", bytes=record.size, problem=str(error))
+    return ShardFinding(shard=shard, state="good", bytes=record.size)
+
+
+def orphans(dataset: Dataset) -> list[ObjectInfo]:
+    """Objects below shards/ that no record names: never read, left by workers that lost or were killed.
+
+    One of a shard that is still missing may belong to a worker that is about to commit it.
+    """
+    named = {record.object for record in dataset.records().values()}
+    return [info for info in dataset.store.list(SHARDS) if info.key not in named]
+
+
+def _check_size(dataset: Dataset, record: ShardRecord) -> None:
+    size = dataset.store.head(record.object).size
+    if size != record.size:
+        text = f"shard {record.shard}: {record.object} has {size} bytes, not {record.size}"
+        raise ShardCorrupt(f"{text}; {mend(dataset.uri)}")
+
+
+def _check_bytes(dataset: Dataset, record: ShardRecord) -> None:
+    """Hash the object as a whole; only when that fails, look for the row group and column."""
+    sha256 = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_READ_BYTES, record.size)))
+    for start in range(0, record.size, _READ_BYTES):
+        view = buffer[: min(_READ_BYTES, record.size - start)]
+        dataset.store.read_into(record.object, start, view)
+        sha256.update(view)
+    if sha256.hexdigest() == record.sha256:
+        return
+    for number, group in enumerate(record.row_groups):
+        _read_row_group(dataset, record, number, group)
+    raise ShardCorrupt(
+        f"shard {record.shard}: {record.object} differs outside of its rows; {mend(dataset.uri)}"
+    )
+
+
+def _read_row_group(
+    dataset: Dataset, record: ShardRecord, number: int, group: RowGroupRecord
+) -> list[memoryview]:
+    """Read one row group's chunks, checked."""
+    data = memoryview(dataset.store.get_range(record.object, group.offset, group.size))
+    chunks = []
+    for position, (offset, size, _) in enumerate(group.chunks):
+        chunk = data[offset - group.offset : offset - group.offset + size]
+        check_chunk(record, number, position, chunk, dataset.uri)
+        chunks.append(chunk)
+    return chunks
+
+
+def _check_cells(dataset: Dataset, record: ShardRecord) -> None:
+    """Compare ids, tokens and masks with the shard's input, and decode every cell."""
+    samples, codec = dataset.samples(record.shard), parse_codec(dataset.spec.codec)
+    scales = dataset.scales() or {}
+    rows = iter(dataset.spec.plan_rows([sample.num_tokens for sample in samples]))
+    for number, group in enumerate(record.row_groups):
+        head, *columns = _read_row_group(dataset, record, number, group)
+        for found in read_head(head, group.rows):
+            row = next(rows)
+            sample = samples[row.sample]
+            same = found[:4] == (sample.sample_id, row.part, row.parts, row.start)
+            same = same and (found.token_ids_T.tolist() == sample.token_ids_T[row.start : row.stop].tolist())
+            if not same or (found.loss_mask_T != sample.loss_mask_T[row.start : row.stop]).any():
+                text = f"shard {record.shard}: row {sample.sample_id!r} is not the planned one"
+                raise ShardCorrupt(f"{text}; {mend(dataset.uri)}")
+        for name, chunk in zip(record.columns, columns, strict=True):
+            for cell in read_cells(chunk, group.rows):
+                _decode(codec, cell, scales.get(name), record, f"{name} of row group {number}")
+
+
+def _decode(
+    codec: Codec, cell: memoryview, scale_D: torch.Tensor | None, record: ShardRecord, where: str
+) -> None:
+    try:
+        symbols = codec.from_bytes(cell)
+        states_TD = torch.empty(symbols.header.tokens, symbols.header.width, dtype=torch.bfloat16)
+        codec.decode_on_device(symbols, scale_D, states_TD)
+    except CodecError as error:
+        raise ShardCorrupt(f"shard {record.shard}: a cell of {where} cannot be decoded: {error}") from None

@@ -1,0 +1,125 @@
+"""`dflash shards` on real data sets: sound, incomplete and damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core.configuration import UserError
+from flows.shards_cli import app
+from storage.dataset import Dataset, open_dataset
+from tests.storage.made import contents, made_dataset, made_samples, made_spec, write_missing, write_shard
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def call_json(*arguments: str, code: int = 0) -> Any:
+    return json.loads(call(*arguments, "--json", code=code))
+
+
+@pytest.fixture(params=["local", "s3"])
+def dataset(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset:
+    uri = str(tmp_path / "store") if request.param == "local" else request.getfixturevalue("s3_uri")
+    made = made_dataset(uri, made_spec(), made_samples(15))
+    write_missing(made)
+    assert len(made.plan.shards) >= 4
+    return open_dataset(made.uri)
+
+
+def flip(dataset: Dataset, key: str, position: int) -> None:
+    data = bytearray(dataset.store.get(key))
+    data[position] ^= 16
+    dataset.store.put_bytes(key, bytes(data), overwrite=True)
+
+
+def test_list_and_show(dataset: Dataset) -> None:
+    rows = call_json("list", dataset.uri)
+    assert [row["shard"] for row in rows] == list(range(len(dataset.plan.shards)))
+    assert sum(row["tokens"] for row in rows) == dataset.plan.tokens
+    facts = call_json("show", dataset.uri)
+    manifest = dataset.manifest()
+    assert facts["sealed"] and facts["missing"] == [] and facts["bytes"] == manifest.bytes
+    assert {
+        name: layer["relative_error"] for name, layer in facts["layers"].items()
+    } == manifest.relative_error
+    assert sum(facts["lengths"].values()) == dataset.plan.samples
+    assert facts["spec"]["capture"]["tap_layer_ids"] == [1, 3, 5]
+    assert "tolerance=0.1" in call("show", dataset.uri) and "committed" in call("list", dataset.uri)
+
+
+def test_list_of_a_store_with_several(tmp_path: Path) -> None:
+    first = made_dataset(tmp_path, made_spec(), made_samples(5))
+    made_dataset(tmp_path, made_spec("lossless"), made_samples(5))
+    write_missing(first)
+    rows = call_json("list", str(tmp_path))
+    assert {(row["codec"], row["sealed"]) for row in rows} == {("tolerance=0.1", True), ("lossless", False)}
+    with pytest.raises(UserError, match="several"):
+        call("show", str(tmp_path))
+
+
+def test_a_sound_one_is_verified(dataset: Dataset) -> None:
+    for look in ("sizes", "bytes", "cells"):
+        verdict = call_json("verify", dataset.uri, "--look", look)
+        assert verdict["good"] == len(dataset.plan.shards) and verdict["sealed"]
+        assert not verdict["missing"] and not verdict["corrupt"] and not verdict["orphans"]
+    assert "sealed" in call("verify", dataset.uri)
+    assert "nothing to extract" in call("repair", dataset.uri)
+
+
+def test_damage_is_found_and_mended(dataset: Dataset) -> None:
+    """A flipped byte in a cell, a footer and a record, a cut, a swapped and a lost object, one by one."""
+    good, store = contents(dataset.store), dataset.store
+    records = dataset.records()
+    objects = {shard: record.object for shard, record in records.items()}
+    middle = records[0].row_groups[1].chunks[2]
+
+    def swap() -> None:
+        store.put_bytes(objects[0], good[objects[1]], overwrite=True)
+
+    damages = {
+        "layer_003 of rows": lambda: flip(dataset, objects[0], middle[0] + middle[1] // 2),
+        "outside of its rows": lambda: flip(dataset, objects[0], records[0].size - 20),
+        "bytes, not": lambda: store.put_bytes(objects[0], good[objects[0]][:-1], overwrite=True),
+        "shard 0": swap,
+        "no such object": lambda: store.delete(objects[0]),
+        "is not the one that was sealed": lambda: flip(dataset, "records/00000.json", 100),
+    }
+    for message, damage in damages.items():
+        damage()
+        verdict = call_json("verify", dataset.uri, code=1)
+        assert list(verdict["corrupt"]) == ["0"] and message in verdict["corrupt"]["0"], verdict
+        assert verdict["good"] == len(objects) - 1
+        assert call_json("repair", dataset.uri, "--dry-run")["dropped"] == [0]
+        assert call_json("verify", dataset.uri, code=1)["corrupt"] == verdict["corrupt"]
+        assert "writes just shards 0" in call("repair", dataset.uri)
+        again = open_dataset(dataset.uri)
+        assert not again.sealed and again.missing() == [0]
+        assert call_json("verify", dataset.uri, code=1)["missing"] == [0]
+        write_missing(again)
+        assert contents(store) == good
+
+
+def test_leftovers_are_removed_when_old(dataset: Dataset) -> None:
+    dataset.store.put_bytes("shards/00000-0123456789abcdef.parquet", b"left by a worker that lost")
+    assert call_json("verify", dataset.uri)["orphans"] == ["shards/00000-0123456789abcdef.parquet"]
+    assert call_json("repair", dataset.uri)["removed"] == []
+    removed = call_json("repair", dataset.uri, "--leftovers", "0")["removed"]
+    assert removed == ["shards/00000-0123456789abcdef.parquet"] and dataset.sealed
+    assert call_json("verify", dataset.uri)["orphans"] == []
+
+
+def test_an_unfinished_one_says_what_lacks(tmp_path: Path) -> None:
+    dataset = made_dataset(tmp_path, made_spec(), made_samples(15))
+    write_shard(dataset, 1)
+    rest = [shard.shard for shard in dataset.plan.shards if shard.shard != 1]
+    assert call_json("show", dataset.uri)["missing"] == rest
+    assert call_json("verify", dataset.uri, code=1)["missing"] == rest
+    assert call_json("repair", dataset.uri)["dropped"] == []
