@@ -117,6 +117,7 @@ def prefect_server() -> Iterator[None]:
     """
     # On a busy machine the first start, which creates the database, takes longer than Prefect's default.
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     url = PREFECT_API_URL.value()
@@ -141,14 +142,14 @@ def answers(url: str) -> bool:
 
 
 def finish(state: Any) -> None:
-    """End the process as the run ended."""
+    """End the process as the run ended. Raises UserError when that was its end."""
     if state.is_completed():
         return
-    user = isinstance(state.data, UserError)
-    if not user:
-        typer.echo(f"{state.name}: {state.message}", err=True)
-        sys.exit(1)
-    raise state.data
+    outcome = state.result(raise_on_failure=False)
+    if isinstance(outcome, UserError):
+        raise outcome
+    typer.echo(f"{state.name}: {state.message}", err=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError
 from dflash_core.respond import GenerationSettings
 from dflash_core.target import TargetConfig
 from flows.respond import EndpointConfig
+from storage.codec import parse_codec
 from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -31,7 +32,7 @@ class WorkersConfig(Config):
     silence_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A worker that finishes no batch for this long is killed and replaced."""
     scratch: str | None = None
-    """Folder for shards being written (one a worker); None: the system's temporary folder."""
+    """Folder for shards being written (one a worker); None: beside the store, or the temporary folder."""
     writer: WriterConfig = WriterConfig(threads=4, pending_bytes=1 << 30)
     """Resources of the side that compresses and writes."""
 
@@ -78,6 +79,11 @@ class ExtractConfig(Config):
     """Split a plan larger than this into child flow runs of this many shards; 0: never."""
     workers: WorkersConfig = WorkersConfig()
 
+    @field_validator("codec")
+    @classmethod
+    def _codec_exists(cls, name: str) -> str:
+        return parse_codec(name).name
+
 
 def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
     """Read a YAML file; raises UserError that names the file and every missing, unknown or wrong field."""
@@ -119,4 +125,4 @@ def _plain(fault: Any) -> str:
         return "unknown name; see the configuration reference for the known ones"
     if fault["type"] == "missing":
         return "missing"
-    return f"{fault['msg']} (got {fault['input']!r})"
+    return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"

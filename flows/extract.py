@@ -28,8 +28,8 @@ from flows import extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
 from flows.launch import Message, PoolClosed
-from flows.run_log import relay_logs, relay_message
-from storage.dataset import Dataset
+from flows.run_log import relay_message, value, without_traceback
+from storage.dataset import Dataset, Manifest
 
 MOST_SHARDS_AT_ONCE = 256
 """Threads of the task runner; the number of shards in work is that of the workers, not this."""
@@ -62,28 +62,25 @@ def extract_shard(shard: int, runner: ShardRunner) -> Message:
 @task(name="plan-data-set", cache_policy=NO_CACHE, persist_result=False)
 def plan_dataset(config: ExtractConfig) -> Dataset:
     """Turn chats into tokens and cut them into shards, or open the plan that is there."""
-    with relay_logs():
-        return extract_steps.plan_dataset(config)
+    return without_traceback(lambda: extract_steps.plan_dataset(config))
 
 
 @task(name="write-responses", cache_policy=NO_CACHE, persist_result=False)
 def write_responses(config: ExtractConfig) -> None:
     """Have the target answer the chats."""
-    with relay_logs():
-        extract_steps.write_responses(config, relay_message)
+    return without_traceback(lambda: extract_steps.write_responses(config, relay_message))
 
 
 @task(name="check-target", cache_policy=NO_CACHE, persist_result=False)
 def check_target(runner: ShardRunner) -> None:
     """Start the first worker: parity gate and channel scales."""
-    runner.prepare(relay_message)
+    return without_traceback(lambda: runner.prepare(relay_message))
 
 
 @task(name="seal-data-set", cache_policy=NO_CACHE, persist_result=False)
-def seal_dataset(dataset: Dataset) -> None:
+def seal_dataset(dataset: Dataset) -> Manifest:
     """Check that nothing is missing, and make the data set visible to training."""
-    with relay_logs():
-        extract_steps.finish_dataset(dataset)
+    return without_traceback(lambda: extract_steps.finish_dataset(dataset))
 
 
 @flow(
@@ -127,8 +124,8 @@ def extract_hidden_states(
 
 def _extract(config: ExtractConfig, only: Sequence[int]) -> tuple[Dataset, Outcome]:
     if config.responses:
-        write_responses(config)
-    dataset = plan_dataset(config)
+        value(write_responses(config))
+    dataset = value(plan_dataset(config))
     outcome = Outcome()
     shards = extract_steps.wanted_shards(dataset, only)
     planned = len(dataset.plan.shards)
@@ -136,7 +133,7 @@ def _extract(config: ExtractConfig, only: Sequence[int]) -> tuple[Dataset, Outco
     if shards:
         with extract_steps.open_pool(config, dataset) as pool:
             runner = ShardRunner(pool, redo=bool(only))
-            check_target(runner)
+            value(check_target(runner))
             shard_task = extract_shard.with_options(retries=config.workers.attempts - 1)
             progress = Progress(planned - len(shards), planned)
             _submit_as_workers_free_up(
@@ -144,7 +141,7 @@ def _extract(config: ExtractConfig, only: Sequence[int]) -> tuple[Dataset, Outco
             )
         report.publish_shards(outcome)
     if not outcome.failed:
-        seal_dataset(dataset)
+        value(seal_dataset(dataset))
     return dataset, outcome
 
 

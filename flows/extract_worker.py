@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +50,7 @@ class ShardCapturer:
             log.warning("%s", sentence)
         self.codec = parse_codec(self.dataset.spec.codec)
         self.writer_config = WriterConfig.model_validate(setup["writer"])
-        self.scratch = Path(tempfile.mkdtemp(prefix="dflash-shards-", dir=setup["scratch"]))
+        self.scratch = Path(setup["scratch"]) if setup["scratch"] else None
         self._check_target(setup["parity_samples"])
 
     def _check_target(self, count: int) -> None:
@@ -62,7 +61,7 @@ class ShardCapturer:
                 "its files were changed in between"
             )
         try:
-            errors = check_parity(self.target, self.dataset.calibration_samples()[:count])
+            errors = check_parity(self.target, self.dataset.samples(0)[:count])
         except ParityError as error:
             raise UserError(f"parity gate: {error}") from error
         worst = ", ".join(f"{column} {error:.2g}" for column, error in errors.items())
@@ -171,6 +170,7 @@ class ShardCapturer:
             "relative_error": max(record.relative_error.values(), default=0.0),
             "seconds": seconds,
             "found": found,
+            "samples": record.samples,
             "object": record.object,
         }
 

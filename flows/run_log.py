@@ -1,15 +1,20 @@
-"""Brings what workers and plain functions say into the log of the Prefect run that they belong to."""
+"""Brings what workers and plain functions say into the Prefect run that they belong to, in plain words."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 
+from dflash_core.configuration import UserError
 from flows.launch import Message
 
+Result = TypeVar("Result")
 OUR_LOGGERS = ("flows", "storage", "dflash_core")
 
 
@@ -34,13 +39,35 @@ def relay_logs() -> Iterator[None]:
     """Send what our own packages log in this block to the log of the current run."""
     handler = _RunHandler()
     loggers = [logging.getLogger(name) for name in OUR_LOGGERS]
-    levels = [logger.level for logger in loggers]
+    before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # the run's logger writes to the console as well
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
+            logger.propagate = propagate
+
+
+def without_traceback(step: Callable[[], Result]) -> Result:
+    """Run a step of a task with its log relayed; an error that users can mend fails the task in plain words.
+
+    Prefect writes a traceback for an exception that a task raises, not for a failed state that it returns.
+    `value` gives the flow the exception back.
+    """
+    with relay_logs():
+        try:
+            return step()
+        except UserError as error:
+            return cast(Result, Failed(message=str(error), data=error))
+
+
+def value(result: Result) -> Result:
+    """Return what a task returned, or raise the error of the failed state that it returned."""
+    if isinstance(result, State):
+        raise UserError(result.message)
+    return result

@@ -1,0 +1,199 @@
+"""Extraction from chats to a sealed data set: in plain Python, then as a Prefect flow on a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core.chat import ChatConfig
+from dflash_core.configuration import UserError
+from dflash_core.records import CapturedSample
+from dflash_core.target import Target, TargetOutOfMemory
+from flows.config import ExtractConfig, dump_config
+from flows.extract_steps import ShardRunner, finish_dataset, open_pool, plan_dataset, wanted_shards
+from flows.launch import WorkerDied
+from storage.dataset import Dataset, DatasetError, open_dataset
+
+MakeConfig = Callable[..., ExtractConfig]
+
+
+def shard_files(dataset: Dataset) -> dict[str, str]:
+    """Name -> etag of every shard object."""
+    return {info.key: info.etag for info in dataset.store.list("shards/")}
+
+
+def spoil(dataset: Dataset, shard: int) -> bytes:
+    """Damage the input of a shard so that capturing it fails; return what was there."""
+    key = f"samples/{shard:05d}.parquet"
+    good = dataset.store.get(key)
+    dataset.store.put_bytes(key, b"x" + good[1:], overwrite=True)
+    return good
+
+
+def test_shards_survive_a_killed_worker_and_are_written_once(extract_config: MakeConfig) -> None:
+    config = extract_config()
+    dataset = plan_dataset(config)
+    assert wanted_shards(dataset) == list(range(len(dataset.plan.shards))) and len(dataset.plan.shards) > 3
+    killed: list[int] = []
+
+    def kill_once(message: dict[str, Any]) -> None:
+        if message["kind"] == "progress" and not killed:
+            killed.append(worker.pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+
+    with open_pool(config, dataset) as pool:
+        worker = pool.workers[0]
+        runner = ShardRunner(pool, redo=False)
+        runner.prepare(lambda message: None)
+        first = runner.attempt(0, lambda message: None)
+        assert not first["found"] and first["tokens"] == dataset.plan.shards[0].tokens
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            runner.attempt(1, kill_once)
+        assert dataset.missing() == wanted_shards(dataset) == list(range(1, len(dataset.plan.shards)))
+        for shard in dataset.missing():
+            runner.attempt(shard, lambda message: None)
+        assert worker.starts == 2
+        before = shard_files(dataset)
+        assert runner.attempt(0, lambda message: None)["found"]
+        redone = ShardRunner(pool, redo=True).attempt(0, lambda message: None)
+        assert not redone["found"]
+        # The same input gives the same bytes, whoever captures it.
+        assert set(shard_files(dataset)) == set(before)
+    finish_dataset(dataset)
+    assert open_dataset(dataset.uri).sealed
+    again = plan_dataset(config)
+    assert again.uri == dataset.uri and not wanted_shards(again)
+    with pytest.raises(UserError, match=r"no such shards: \[99\]"):
+        wanted_shards(again, [99])
+
+
+def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig) -> None:
+    from flows.extract_worker import ShardCapturer
+
+    class Ear:
+        """Takes what a worker says to its parent."""
+
+        def say(self, kind: str, **fields: Any) -> None:
+            assert kind == "progress"
+
+    dataset = plan_dataset(extract_config(codec="lossless"))
+    target = extract_config().target.model_dump(mode="json")
+    setup = {"dataset": dataset.uri, "target": target, "writer": {}, "scratch": None, "parity_samples": 2}
+    capturer = ShardCapturer(Ear(), setup)  # type: ignore[arg-type]
+    enough = capturer._capture_shard(0, replace=False)()
+    real, sizes = Target.capture, []
+
+    def small_device(target: Target, batch: list[Any]) -> list[CapturedSample]:
+        sizes.append(len(batch) * max(sample.num_tokens for sample in batch))
+        if sizes[-1] > 300:
+            raise TargetOutOfMemory("no room")
+        return real(target, batch)
+
+    capturer.target.capture = small_device.__get__(capturer.target)  # type: ignore[method-assign]
+    little = capturer._capture_shard(0, replace=True)()
+    assert max(sizes) > 300 and little["token_budget"] <= 300 < enough["token_budget"]
+    assert little["tokens"] == enough["tokens"] and little["samples"] == enough["samples"]
+    capturer.target.capture = (  # type: ignore[method-assign]
+        lambda batch: small_device(capturer.target, batch * 9)
+    )
+    with pytest.raises(UserError, match="out of memory on one sample"):
+        capturer._capture_shard(0, replace=True)()
+    assert dataset.missing() == list(range(1, len(dataset.plan.shards)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (["{", "[]"], r"2 of 20 chats cannot be used.*\n.*:19: .*not JSON.*\n.*:20"),
+        ([json.dumps({"messages": [{"role": "user", "content": "no answer"}]})] * 2, "2 of 20 chats cannot"),
+        ([json.dumps({"messages": [{"role": "ruler", "content": "hm"}]})] * 2, "ruler"),
+    ],
+)
+def test_bad_chats_end_the_run_and_leave_no_data_set(
+    extract_config: MakeConfig, chats: Path, tmp_path: Path, bad: list[str], words: str
+) -> None:
+    spoilt = tmp_path / "spoilt.jsonl"
+    spoilt.write_text(chats.read_text() + "\n".join(bad) + "\n")
+    with pytest.raises(UserError, match=words):
+        plan_dataset(extract_config(chats=[str(spoilt)]))
+    assert not list((tmp_path / "store").rglob("plan.json"))
+    dataset = plan_dataset(extract_config(chats=[str(spoilt)], max_bad_fraction=0.2))
+    assert dataset.plan.samples == 18
+
+
+def test_whatever_changes_the_content_changes_the_data_set(extract_config: MakeConfig) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"chat": ChatConfig(max_length=64).model_dump()},
+        {"limit": 5},
+        {"codec": "lossless"},
+        {"shard_tokens": 500},
+    ]
+    uris = [plan_dataset(extract_config(**change)).uri for change in changes]
+    assert len(set(uris)) == len(changes)
+    same = extract_config(workers={"slots": ["cpu", "cpu"]}, parity_samples=1)
+    assert plan_dataset(same).uri == uris[0]
+
+
+@pytest.mark.usefixtures("prefect")
+def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
+    extract_config: MakeConfig, tmp_path: Path
+) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.extract import extract_hidden_states
+
+    config = extract_config(workers={"slots": ["cpu"], "attempts": 1}, codec="lossless")
+    dataset = plan_dataset(config)
+    good = spoil(dataset, 1)
+    with pytest.raises(DatasetError, match="damaged"):
+        dataset.samples(1)
+
+    state = extract_hidden_states(config, return_state=True)
+    assert state.is_failed() and "1 shards failed: 1;" in (state.message or "")
+    assert dataset.missing() == [1] and not dataset.sealed
+    before = shard_files(dataset)
+
+    dataset.store.put_bytes("samples/00001.parquet", good, overwrite=True)
+    result = CliRunner().invoke(cli_app(), ["extract", "--config", str(write(tmp_path, config))])
+    assert result.exit_code == 0, result.output
+    dataset = open_dataset(dataset.uri)
+    assert dataset.sealed and not dataset.missing()
+    assert before.items() < shard_files(dataset).items()
+
+    with get_client(sync_client=True) as client:
+        artifacts = {a.key: a.data for a in client.read_artifacts()}
+    assert {"extraction-progress", "shards", "failed-shards", "data-set"} <= set(artifacts)
+    assert "--only 1" in str(artifacts["failed-shards"])
+    assert dataset.uri in str(artifacts["data-set"])
+
+
+@pytest.mark.usefixtures("prefect")
+def test_what_the_user_can_mend_is_one_line_and_exit_code_two(
+    extract_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = extract_config(chats=["absent.jsonl"])
+    result = CliRunner().invoke(cli_app(), ["extract", "--config", str(write(tmp_path, config))])
+    assert result.exit_code == 2
+    assert "error: input 'absent.jsonl' does not exist" in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "store").exists()
+
+
+def cli_app() -> Any:
+    from flows.cli import app
+
+    return app
+
+
+def write(folder: Path, config: ExtractConfig) -> Path:
+    path = folder / "extract.yaml"
+    path.write_text(dump_config(config))
+    return path
