@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError
+from dflash_core.drafter import DrafterConfig, LayerType
+from dflash_core.records import CaptureSpec, TargetSpec
 from dflash_core.respond import GenerationSettings
 from dflash_core.target import TargetConfig
+from dflash_core.training import TrainingConfig
 from flows.respond import EndpointConfig
 from storage.codec import parse_codec
+from storage.compile_session import CompileCacheConfig
 from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -83,6 +87,92 @@ class ExtractConfig(Config):
     @classmethod
     def _codec_exists(cls, name: str) -> str:
         return parse_codec(name).name
+
+
+class DrafterShape(Config):
+    """What is free to choose of a drafter; the rest follows from the target of the data set."""
+
+    block_size: Annotated[int, Field(ge=2)]
+    """Slots of a block, the anchor's included."""
+    num_layers: Annotated[int, Field(ge=1)] = 5
+    intermediate_size: Annotated[int, Field(ge=1)]
+    """Width of the MLP."""
+    num_heads: Annotated[int, Field(ge=1)]
+    num_kv_heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=2)] = 128
+    layer_types: tuple[LayerType, ...] | None = None
+    """One entry a layer, "full_attention" or "sliding_attention"; None: all full."""
+    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that a slot of a sliding layer sees."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    tap_layer_ids: tuple[int, ...] | None = None
+    """Which of the data set's layers to read; None: all of them."""
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """Token that fills the masked slots; None: the one that the data set names."""
+
+    def for_target(self, target: TargetSpec, capture: CaptureSpec) -> DrafterConfig:
+        """Return the whole configuration of a drafter for this target. Raises UserError."""
+        mask_token_id = target.mask_token_id if self.mask_token_id is None else self.mask_token_id
+        if mask_token_id is None:
+            raise UserError(
+                f"target {target.name} has no default mask token: set drafter.mask_token_id to the id of a "
+                "token that chats never hold"
+            )
+        taps = self.tap_layer_ids or capture.tap_layer_ids
+        if absent := sorted(set(taps) - set(capture.tap_layer_ids)):
+            raise UserError(
+                f"drafter.tap_layer_ids names layers {absent}, which the data set does not hold; it has "
+                f"{list(capture.tap_layer_ids)}"
+            )
+        return DrafterConfig(
+            hidden_size=target.hidden_size,
+            rope_theta=target.rope_theta,
+            vocab_size=target.vocab_size,
+            target_num_layers=target.num_layers,
+            tap_convention=capture.tap_convention,
+            **{**self.model_dump(), "tap_layer_ids": taps, "mask_token_id": mask_token_id},
+        )
+
+
+class EvaluationStep(Config):
+    """Real speculative decoding with the drafter at the end of training."""
+
+    prompts: dict[str, str]
+    """Family name -> chats (file, folder or data set); what precedes the last assistant turn is the prompt."""
+    prompts_per_family: Annotated[int, Field(ge=1)] = 16
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_new_tokens: Annotated[int, Field(ge=2)] = 256
+    minimum_acceptance_length: float | None = None
+    """The run fails when any family stays below this."""
+    require_lossless: bool = True
+    """The run fails when a text differs from the plain target's by more than a floating-point tie."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of target and drafter."""
+
+
+class TrainConfig(Config):
+    """From a sealed data set to an exported, evaluated drafter."""
+
+    dataset: str
+    """The data set's folder: a path, file:///folder, or s3://bucket/prefix. A folder that holds exactly one
+    data set will do."""
+    target: str
+    """Folder or hub name of the target, whose embedding and head the drafter borrows."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    output: str
+    """Folder for checkpoints, metrics, the exported drafter and the report; a run continues what it finds."""
+    drafter: DrafterShape
+    training: TrainingConfig = TrainingConfig()
+    gpus: tuple[str, ...] = ()
+    """One rank each, e.g. 5, 6, 7. Empty: every visible GPU, or `cpu_ranks` ranks on the CPU."""
+    cpu_ranks: Annotated[int, Field(ge=1)] = 1
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Ranks that say nothing for this long are ended; more than compilation takes."""
+    cache: CompileCacheConfig | None = CompileCacheConfig()
+    """Where the compile cache is kept; None: no such artifact is used."""
+    evaluation: EvaluationStep | None = None
+    """Set to measure the acceptance length of the exported drafter."""
 
 
 def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
