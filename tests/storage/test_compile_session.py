@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_core.compile_fingerprint import Fingerprint, GraphSet, graph_set
+from dflash_core.compile_fingerprint import Fingerprint
 from dflash_core.compile_watch import CacheCounts, CompileReport
 from dflash_core.configuration import UserError
-from storage.compile_cache import Version, list_versions, place_of
+from storage.compile_cache import Version, list_versions
 from storage.compile_session import CompileCacheConfig, CompileSession
 from storage.objects import Store, StoreError, open_store
 from tests.storage.tiny_cache import FILES, content, fingerprint, write_cache
-
-RANK_FILE = Path(__file__).parent / "tiny_compile_rank.py"
 
 
 @pytest.fixture
@@ -250,54 +245,3 @@ def test_local_root_must_be_private(store: Store, tmp_path: Path) -> None:
         started(store, fingerprint(tmp_path / "shared"))
     with pytest.raises(UserError, match="absolute"):
         _ = CompileCacheConfig(local_root="relative").root
-
-
-def run_rank(session: CompileSession, width: int) -> dict[str, Any]:
-    """Run the real rank with the session's variables; return its result."""
-    command = [sys.executable, "-m", "tests.storage.tiny_compile_rank", str(width)]
-    ran = subprocess.run(
-        command,
-        env={**os.environ, **session.environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    messages = [json.loads(line) for line in ran.stdout.splitlines()]
-    for message in messages:
-        session.on_message(message)
-    assert messages[0]["kind"] == "result"
-    return dict(messages[0])
-
-
-@pytest.mark.slow
-def test_life_cycle_with_real_kernels(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build, publish, wipe, restore, prove; then damage, and compile again."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    graphs: GraphSet = graph_set("tiny", {"width": 8}, [RANK_FILE])
-    config = CompileCacheConfig(local_root=str(tmp_path / "root"))
-    with CompileSession.open(store, graphs, config) as cold:
-        assert cold.state == "cold"
-        result = run_rank(cold, width=8)
-    words = cold.reports[0].reasons
-    assert any("backward" in word for word in words) and any("new kernel file" in word for word in words)
-    assert cold.version is not None and cold.reports[0].caches.aot_misses == 2
-
-    shutil.rmtree(tmp_path / "root")
-    with CompileSession.open(store, graphs, config) as warm:
-        assert (warm.state, warm.version) == ("restored", cold.version)
-        assert run_rank(warm, width=8) == result
-    assert warm.reports[0].reasons == () and warm.reports[0].new_files == 0
-    assert warm.summary()["nothing_compiled"] and warm.summary()["seconds_saved"] > 0
-    assert len(list_versions(store)[0]) == 1, "a start that compiled nothing publishes nothing"
-
-    shutil.rmtree(tmp_path / "root")
-    flip_archive(store, cold.version)
-    with started(store, cold.fingerprint, local_root=config.root) as rejected:
-        assert rejected.state == "cold" and "sha256" in rejected.notes[0]
-        assert list(rejected.folder.iterdir()) == []
-    other = cold.fingerprint.model_copy(update={"graphs": graph_set("tiny", {"width": 9}, [RANK_FILE])})
-    with started(store, other, local_root=config.root) as missing:
-        assert "setting width 8, here 9" in missing.notes[0]
-        assert place_of(missing.fingerprint) != place_of(cold.fingerprint)
