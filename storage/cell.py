@@ -97,7 +97,7 @@ def pack_cell(header: CellHeader, payload: np.ndarray) -> bytes:
         position_N = sections["position"].view(np.int32)
         sections["position"] = _byte_planes(np.diff(position_N, prepend=np.int32(0)).astype("<u4"))
         sections["outlier"] = _byte_planes(sections["outlier"].view("<u2"))
-    frames = [_compressor(name).compress(data.data) for name, data in sections.items()]
+    frames = [_compress(name, data) for name, data in sections.items()]
     fixed = HEADER.pack(
         MAGIC,
         header.kind,
@@ -178,23 +178,40 @@ def _restore_outliers(header: CellHeader, payload: np.ndarray) -> None:
 
 
 _LOCAL = threading.local()
-_STORED = frozenset({"rest", "low"})
-"""Sections of nearly uniform bits: looking for structure in them costs time and finds nothing."""
+_SEARCHES = {
+    # Nearly uniform bits: a large target length makes zstandard skip ahead and leave literals uncoded.
+    "stored": {"compression_level": -(1 << 17), "hash_log": 6},
+    # Few bits a symbol: what a small hash table still finds by chance would cost more than Huffman codes.
+    "huffman": {"compression_level": 1, "min_match": 7, "target_length": 0, "hash_log": 6, "chain_log": 6},
+    # Where a token comes again, its early layers are nearly the same, and whole stretches of symbols match.
+    "matches": {"compression_level": 1, "min_match": 7, "target_length": 0, "hash_log": 16, "chain_log": 6},
+}
+_SECTION_SEARCHES = {
+    "rest": ("stored",),
+    "low": ("stored",),
+    "exponent": ("huffman",),
+    "high": ("matches", "huffman"),
+    "folded": ("matches", "huffman"),
+}
+"""What is tried for a section, the shortest frame being kept; every other section: "matches"."""
 
 
-def _compressor(section: str) -> zstandard.ZstdCompressor:
-    """This thread's compressor: Huffman coding, hardly any search for matches, checksum of the content."""
-    name = "stored" if section in _STORED else "coded"
-    if not hasattr(_LOCAL, name):
-        fast = {"compression_level": 1, "min_match": 7, "target_length": 0, "hash_log": 6, "chain_log": 6}
-        if name == "stored":
-            # A large target length makes zstandard skip ahead and leave literals uncoded.
-            fast = {"compression_level": -(1 << 17), "hash_log": 6}
+def _compress(section: str, data: np.ndarray) -> bytes:
+    """Return the frame of a section, with size and checksum of its content. Deterministic."""
+    frames = [
+        _compressor(search).compress(data.data) for search in _SECTION_SEARCHES.get(section, ("matches",))
+    ]
+    return min(frames, key=len)
+
+
+def _compressor(search: str) -> zstandard.ZstdCompressor:
+    """This thread's compressor."""
+    if not hasattr(_LOCAL, search):
         parameters = zstandard.ZstdCompressionParameters(
-            **fast, window_log=17, write_checksum=True, write_content_size=True
+            **_SEARCHES[search], window_log=21, write_checksum=True, write_content_size=True
         )
-        setattr(_LOCAL, name, zstandard.ZstdCompressor(compression_params=parameters))
-    return getattr(_LOCAL, name)
+        setattr(_LOCAL, search, zstandard.ZstdCompressor(compression_params=parameters))
+    return getattr(_LOCAL, search)
 
 
 def _decompress(frame: memoryview, out: np.ndarray, section: str) -> None:
