@@ -141,10 +141,7 @@ class Fused:
 
     def __init__(self, *, compiled: bool) -> None:
         """Compiled functions must only be called from the main thread of a process."""
-
-        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function) if compiled else function
-
+        wrap = _compiled if compiled else _as_it_stands
         self.rms_norm = wrap(rms_norm)
         self.add_rms_norm = wrap(add_rms_norm)
         self.swiglu = wrap(swiglu)
@@ -153,3 +150,21 @@ class Fused:
         self.delta_inputs = wrap(delta_inputs)
         self.decay_and_rate = wrap(decay_and_rate)
         self.gated_rms_norm = wrap(gated_rms_norm)
+
+
+def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile once for any number of tokens: that dimension is declared dynamic, all others are constants."""
+    compiled = torch.compile(function)
+
+    def run(first: Tensor, *rest: Any) -> Any:
+        tokens = len(first)
+        for argument in (first, *rest):
+            if isinstance(argument, Tensor) and argument.ndim and len(argument) == tokens:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(first, *rest)
+
+    return run

@@ -39,22 +39,23 @@ class NotPackable(ValueError):
 
 
 def packed_batches(samples: Sequence[Sample], token_budget: int) -> Iterator[list[Sample]]:
-    """Yield batches of at most `token_budget` tokens: first fit, longest samples first.
+    """Yield batches of about equal size and at most `token_budget` tokens, in the order of the samples.
 
-    A sample longer than the budget comes alone. Order and grouping depend on the lengths alone.
+    Documents of any lengths share a packed batch, so nothing is sorted and what is written in order need
+    not be held back. A sample longer than the budget comes alone.
     """
-    groups: list[list[Sample]] = []
-    room: list[int] = []
-    for i in sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i)):
-        size = samples[i].num_tokens
-        place = next((g for g, left in enumerate(room) if left >= size), None)
-        if place is None:
-            groups.append([])
-            room.append(token_budget)
-            place = len(groups) - 1
-        groups[place].append(samples[i])
-        room[place] -= size
-    yield from groups
+    total = sum(sample.num_tokens for sample in samples)
+    even = total / max(1, -(-total // token_budget))
+    batch: list[Sample] = []
+    size = 0
+    for sample in samples:
+        if batch and (size + sample.num_tokens > token_budget or size + sample.num_tokens / 2 > even):
+            yield batch
+            batch, size = [], 0
+        batch.append(sample)
+        size += sample.num_tokens
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)

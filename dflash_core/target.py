@@ -15,6 +15,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_packed, forward_padded
+from dflash_core.capture_ahead import captures
 from dflash_core.configuration import Config, UserError
 from dflash_core.packed_body import NotPackable, PackedBody, packed_batches
 from dflash_core.parity import ParityError, check_parity
@@ -35,6 +36,7 @@ __all__ = [
     "TargetConfig",
     "TargetOutOfMemory",
     "batches",
+    "captures",
     "check_parity",
     "default_tap_ids",
     "describe_target",
