@@ -95,6 +95,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoint": {"checkpoint": True},
+    "autotune": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}},
+    "flex-safe": {"flex": {"ROWS_GUARANTEED_SAFE": True}},
+    "flex-tma": {"flex": {"ROWS_GUARANTEED_SAFE": True, "USE_TMA": True}},
+}
+"""Ways to compile the regions; "plain" is what training does."""
+
 KERNEL_GROUPS = {
     "attention": ("flex_attention", "sdpa", "fmha"),
     "cross_entropy": ("_exponentiate",),
@@ -110,7 +119,7 @@ def _group_of(kernel: str) -> str:
 
 
 def build(
-    setting: dict[str, Any], chunk_slots: int, checkpoint_layers: bool
+    setting: dict[str, Any], chunk_slots: int, variant: dict[str, Any]
 ) -> tuple[Trainer, TrainingRow, dict[str, Any]]:
     """A trainer with random weights and one packed row on the device."""
     cuda = torch.cuda.is_available()
@@ -129,9 +138,10 @@ def build(
         for p in drafter.parameters():
             if p.ndim == 2:
                 p.normal_(0.0, 0.02, generator=generator)
+    checkpoint = variant.get("checkpoint", False)
     if cuda:
-        drafter.compile_regions(checkpoint_layers=checkpoint_layers)
-    elif checkpoint_layers:
+        drafter.compile_regions(checkpoint_layers=checkpoint, options=variant.get("options"))
+    elif checkpoint:
         drafter.checkpoint_layers()
     shape = (config.vocab_size, config.hidden_size)
     embedding, head = (
@@ -221,8 +231,8 @@ def part_times(trainer: Trainer, row: TrainingRow, repeats: int) -> dict[str, fl
         mark("start")
         context = drafter.context(row.taps_CE, batch.position_C)
         mark("context_forward")
-        input_QD = F.embedding(batch.input_ids_Q, trainer._embedding_VD)
-        hidden = drafter.slots(context, input_QD, batch.position_Q, batch.attention_masks())
+        rows_RD = F.embedding(batch.input_ids_R, trainer._embedding_VD)
+        hidden = drafter.block_slots(context, rows_RD, batch.position_Q, batch.attention_masks())
         mark("layers_forward")
         losses = head_loss(hidden, trainer._head_VD, batch.head_inputs, trainer.config.loss.chunk_slots)
         weights_N = trainer._weights(losses, batch)
@@ -244,13 +254,13 @@ def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         work()
         synchronise()
     groups: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in profile.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.name.startswith("Optimizer"):
             continue
         kernels[event.name].append(event.device_time / 1000)
     for name, times in kernels.items():
@@ -259,7 +269,13 @@ def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
         )
         groups[group] += sum(times)
     longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:top]
+    outside = [
+        {"op": e.key, "shapes": str(e.input_shapes)[:90], "ms": round(e.self_device_time_total / 1000, 2)}
+        for e in profile.key_averages(group_by_input_shape=True)
+        if e.key.startswith("aten::") and e.key not in ("aten::mm", "aten::addmm")
+    ]
     return {
+        "uncompiled_ops": sorted(outside, key=lambda op: -op["ms"])[:12],
         "groups_ms": {name: round(ms, 2) for name, ms in sorted(groups.items(), key=lambda g: -g[1])},
         "kernels": [
             {"name": name[:110], "calls": len(times), "ms": round(sum(times), 2)} for name, times in longest
@@ -291,14 +307,14 @@ def measure(
 
 def child(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process: build, first step, and what was asked for."""
-    if arguments.flex_options:
-        options = json.loads(arguments.flex_options)
-        tuned = partial(drafter_room.flex_attention, kernel_options=options)
+    variant = VARIANTS[arguments.variant]
+    if "flex" in variant:
+        tuned = partial(drafter_room.flex_attention, kernel_options=variant["flex"])
         drafter_room.flex_attention = tuned  # type: ignore[assignment]
     setting = SETTINGS[arguments.setting]
     chunks = [int(c) for c in arguments.chunks.split(",")]
     watch = Watch.from_environment().start()
-    trainer, row, facts = build(setting, chunks[0], arguments.checkpoint_layers)
+    trainer, row, facts = build(setting, chunks[0], variant)
     synchronise()
     started = time.perf_counter()
     trainer.step([row], 1)
@@ -306,7 +322,7 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     first = time.perf_counter() - started
     if arguments.only_first:
         return {"first_step_s": round(first, 2), "compile": _compiled(watch)}
-    ceiling = ceiling_tflops()
+    ceiling = arguments.ceiling or ceiling_tflops()
     found: dict[str, Any] = {
         "facts": facts,
         "first_step_s": round(first, 2),
@@ -322,6 +338,24 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     found["parts_ms"] = part_times(trainer, row, 3)
     found["profile"] = kernel_times(lambda: trainer.step([row], 1), arguments.top)
     found["compile"] = _compiled(watch)
+    if arguments.variant == "plain" and torch.cuda.is_available():
+        found["cross_entropy_kernel_ms"] = kernel_shapes(setting["drafter"]["vocab_size"])
+    return found
+
+
+def kernel_shapes(vocabulary: int) -> dict[str, float]:
+    """Milliseconds of the cross entropy kernel over 4096 slots, by block and warps."""
+    from dflash_core.loss_kernel import cross_entropy_in_place
+
+    logits = torch.randn(4096, vocabulary, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, vocabulary, (4096,), device="cuda")
+    found = {}
+    for block in (2048, 4096, 8192, 16384):
+        for warps in (4, 8, 16, 32):
+            if not 8 <= block // (32 * warps) <= 64:
+                continue
+            run = partial(cross_entropy_in_place, logits, labels, True, block=block, warps=warps)
+            found[f"{block}x{warps}"] = round(float(np.median(milliseconds(run, 5, warm=2))), 3)
     return found
 
 
@@ -349,7 +383,9 @@ def run_child(arguments: argparse.Namespace, setting: str, cache: str, *extra: s
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": done.stderr[-3000:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    tuned = [line for line in done.stderr.splitlines() if "flex_attention" in line]
+    return found | ({"tuning_log": tuned[:60]} if tuned else {})
 
 
 def main() -> None:
@@ -358,18 +394,14 @@ def main() -> None:
     )
     parser.add_argument("--settings", default="27B,8B")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--chunks", default="4096", help="head chunks to time; the first one is used for the first step"
-    )
-    parser.add_argument(
-        "--variants", default="", help="also: checkpoint, flex=JSON of kernel options; comma-less, ';' apart"
-    )
+    parser.add_argument("--chunks", default="4096", help="slots of a head chunk; the first is warmed up with")
+    parser.add_argument("--variants", default="", help=f"besides plain: {', '.join(VARIANTS)}")
     parser.add_argument("--top", type=int, default=25, help="kernels to list")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     parser.add_argument("--only-first", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint-layers", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--flex-options", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--variant", default="plain", help=argparse.SUPPRESS)
+    parser.add_argument("--ceiling", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(child(arguments)))
@@ -382,12 +414,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             found = run_child(arguments, setting, cache)
             found["warm"] = run_child(arguments, setting, cache, "--only-first")
-            for variant in filter(None, arguments.variants.split(";")):
-                if variant == "checkpoint":
-                    extra = ["--checkpoint-layers"]
-                else:
-                    extra = ["--flex-options", variant.removeprefix("flex=")]
-                found.setdefault("variants", {})[variant] = run_child(arguments, setting, cache, *extra)
+            ceiling = str(found.get("ceiling_tflops", 0.0))
+            for variant in filter(None, arguments.variants.split(",")):
+                other = run_child(arguments, setting, cache, "--variant", variant, "--ceiling", ceiling)
+                found.setdefault("variants", {})[variant] = other
         result[setting] = found
         print(json.dumps({setting: found}), flush=True)
     print(json.dumps(result, indent=1))

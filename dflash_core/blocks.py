@@ -25,8 +25,10 @@ class Blocks:
     """bool [A]."""
     document_start_A: np.ndarray
     """int32 [A]: row index at which the anchor's document starts; 0 in padding."""
-    input_ids_Q: np.ndarray
-    """int32 [Q]: the anchor's token, then mask tokens, block after block."""
+    anchor_ids_A: np.ndarray
+    """int32 [A]: the anchor's token, which slot 0 reads; all other slots read the mask token, as does
+    padding.
+    """
     position_Q: np.ndarray
     """int32 [Q]: position of each slot in its document."""
     labels_AK: np.ndarray
@@ -131,14 +133,12 @@ def _lay_out(
     index_AK = np.minimum(index_AK, row_tokens - 1)
     same_document_AK = packed.document_C[index_AK] == packed.document_C[anchor_A][:, None]
     scored_AK = inside_AK & same_document_AK & packed.loss_mask_C[index_AK] & valid_A[:, None] & (slot_K > 0)
-    input_ids_AK = np.full((len(anchor_A), block_size), mask_token_id, np.int32)
-    input_ids_AK[:, 0] = np.where(valid_A, packed.token_ids_C[anchor_A], mask_token_id)
     position_A = np.where(valid_A, anchor_A - document_start_A, 0)
     return Blocks(
         anchor_A=anchor_A,
         valid_A=valid_A,
         document_start_A=document_start_A,
-        input_ids_Q=input_ids_AK.reshape(-1),
+        anchor_ids_A=np.where(valid_A, packed.token_ids_C[anchor_A], mask_token_id).astype(np.int32),
         position_Q=(position_A[:, None] + slot_K[None, :]).astype(np.int32).reshape(-1),
         labels_AK=np.where(scored_AK, packed.token_ids_C[index_AK], 0).astype(np.int32),
         scored_AK=scored_AK,

@@ -9,9 +9,10 @@ folder has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -201,6 +202,51 @@ def attend(q_QHF: Tensor, k_SGF: Tensor, v_SGF: Tensor, mask: BlockMask | Tensor
     return out.squeeze(0).transpose(0, 1)
 
 
+def slot_projections(x_ND: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [N, H, F], keys and values [N, G, F] of slots, before their norms and rotation."""
+    dtype, heads, kv_heads, features = shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    normed_ND = rms_norm(x_ND, w.input_layernorm, shape.eps).to(dtype)
+    weight = torch.cat([w.q_proj.to(dtype), w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
+    projected = F.linear(normed_ND, weight).view(-1, heads + 2 * kv_heads, features)
+    q, k, v = projected.split((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def repeat_mask_row(rows_RX: Tensor, slots: int) -> Tensor:
+    """[A + 1, ...] of the anchors and of the mask token -> [A * slots, ...] of all slots: an anchor, then
+    masks.
+    """
+    anchors_A, mask = rows_RX[:-1, None], rows_RX[-1:, None]
+    masks = mask.expand(anchors_A.shape[0], slots - 1, *rows_RX.shape[1:])
+    return torch.cat((anchors_A, masks), dim=1).flatten(0, 1)
+
+
+def attend_and_feed(
+    x_QD: Tensor,
+    projections: tuple[Tensor, Tensor, Tensor],
+    context_keys_CGF: Tensor,
+    context_values_CGF: Tensor,
+    w: LayerWeights,
+    cos_QF: Tensor,
+    sin_QF: Tensor,
+    mask: BlockMask | Tensor | None,
+    shape: LayerShape,
+) -> Tensor:
+    """The rest of a layer after `slot_projections`: attention over context and slots, then the MLP."""
+    dtype = shape.dtype
+    q, k, v = projections
+    q = rotate(rms_norm(q, w.q_norm, shape.eps), cos_QF, sin_QF).to(dtype)
+    k = rotate(rms_norm(k, w.k_norm, shape.eps), cos_QF, sin_QF).to(dtype)
+    k_SGF = torch.cat((context_keys_CGF, k), dim=0)
+    v_SGF = torch.cat((context_values_CGF, v), dim=0)
+    attended = attend(q, k_SGF, v_SGF, mask).reshape(-1, shape.num_heads * shape.head_dim)
+    x_QD = x_QD + F.linear(attended, w.o_proj.to(dtype))
+    normed_QD = rms_norm(x_QD, w.post_attention_layernorm, shape.eps).to(dtype)
+    # Two products, not one with joined weights: the gradients of gate and up then need not be joined either.
+    gate, up = F.linear(normed_QD, w.gate_proj.to(dtype)), F.linear(normed_QD, w.up_proj.to(dtype))
+    return x_QD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
+
+
 def draft_layer(
     x_QD: Tensor,
     context_keys_CGF: Tensor,
@@ -217,25 +263,14 @@ def draft_layer(
     Products in `shape.dtype` with weights cast here, inside the compiled region; norms and rotation in
     float32.
     """
-    dtype, heads, kv_heads, features = shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim
-    normed_QD = rms_norm(x_QD, w.input_layernorm, shape.eps).to(dtype)
-    qkv_weight = torch.cat([w.q_proj.to(dtype), w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
-    qkv = F.linear(normed_QD, qkv_weight).view(-1, heads + 2 * kv_heads, features)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    q = rotate(rms_norm(q, w.q_norm, shape.eps), cos_QF, sin_QF).to(dtype)
-    k = rotate(rms_norm(k, w.k_norm, shape.eps), cos_QF, sin_QF).to(dtype)
-    k_SGF = torch.cat((context_keys_CGF, k), dim=0)
-    v_SGF = torch.cat((context_values_CGF, v), dim=0)
-    attended = attend(q, k_SGF, v_SGF, mask).reshape(-1, heads * features)
-    x_QD = x_QD + F.linear(attended, w.o_proj.to(dtype))
-    normed_QD = rms_norm(x_QD, w.post_attention_layernorm, shape.eps).to(dtype)
-    gate_up_weight = torch.cat([w.gate_proj.to(dtype), w.up_proj.to(dtype)], dim=0)
-    gate, up = F.linear(normed_QD, gate_up_weight).chunk(2, dim=-1)
-    return x_QD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
+    projections = slot_projections(x_QD, w, shape)
+    return attend_and_feed(
+        x_QD, projections, context_keys_CGF, context_values_CGF, w, cos_QF, sin_QF, mask, shape
+    )
 
 
-def checkpointed_draft_layer(
-    x_QD: Tensor,
+def first_draft_layer(
+    rows_RD: Tensor,
     context_keys_CGF: Tensor,
     context_values_CGF: Tensor,
     w: LayerWeights,
@@ -243,22 +278,30 @@ def checkpointed_draft_layer(
     sin_QF: Tensor,
     mask: BlockMask | Tensor | None,
     shape: LayerShape,
+    slots: int,
 ) -> Tensor:
-    """`draft_layer`, recomputed in backward. The checkpoint lies inside the compiled region, so it adds no
-    second graph.
+    """`draft_layer` for the first layer of blocks: `rows_RD` are the embeddings of the A anchors and of the
+    mask token.
+
+    All masked slots enter as the same vector, so its projections are computed once instead of A * (slots - 1)
+    times.
     """
-    return checkpoint(
-        draft_layer,
-        x_QD,
-        context_keys_CGF,
-        context_values_CGF,
-        w,
-        cos_QF,
-        sin_QF,
-        mask,
-        shape,
-        use_reentrant=False,
+    q, k, v = (repeat_mask_row(rows, slots) for rows in slot_projections(rows_RD, w, shape))
+    x_QD = repeat_mask_row(rows_RD, slots)
+    return attend_and_feed(
+        x_QD, (q, k, v), context_keys_CGF, context_values_CGF, w, cos_QF, sin_QF, mask, shape
     )
+
+
+def _checkpointed(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The layer, recomputed in backward. The checkpoint lies inside the compiled region, so it adds no second
+    graph.
+    """
+
+    def recomputed(*arguments: Any) -> Tensor:
+        return checkpoint(layer, *arguments, use_reentrant=False)
+
+    return recomputed
 
 
 def final_norm(x_QD: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -364,6 +407,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._context: Callable[..., Context] = context_keys_values
+        self._first_layer: Callable[..., Tensor] = first_draft_layer
         self._layer: Callable[..., Tensor] = draft_layer
         self._final: Callable[..., Tensor] = final_norm
 
@@ -379,21 +423,26 @@ class Drafter(nn.Module):
                 else:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
-    def compile_regions(self, *, checkpoint_layers: bool = False, mode: str | None = None) -> None:
-        """Compile the three regions of the forward: the context once, one graph for all layers, the last
-        norm.
+    def compile_regions(
+        self, *, checkpoint_layers: bool = False, options: dict[str, Any] | None = None
+    ) -> None:
+        """Compile the regions of the forward: the context, the first layer, one graph for all other layers,
+        the norm.
 
         Shapes are static (dynamic=False) and a graph break is an error (fullgraph=True), so flex attention
-        can never fall back to its unfused eager form unnoticed.
+        can never fall back to its unfused eager form unnoticed. `options` are inductor's.
         """
-        layer = checkpointed_draft_layer if checkpoint_layers else draft_layer
-        self._context = torch.compile(context_keys_values, dynamic=False, fullgraph=True, mode=mode)
-        self._layer = torch.compile(layer, dynamic=False, fullgraph=True, mode=mode)
-        self._final = torch.compile(final_norm, dynamic=False, fullgraph=True, mode=mode)
+        if checkpoint_layers:
+            self.checkpoint_layers()
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True, options=options)
+        self._context = compiled(self._context)
+        self._first_layer = compiled(self._first_layer)
+        self._layer = compiled(self._layer)
+        self._final = compiled(self._final)
 
     def checkpoint_layers(self) -> None:
-        """Recompute the layers in backward, uncompiled (tests, CPU)."""
-        self._layer = checkpointed_draft_layer
+        """Recompute the layers in backward: less memory, more time. Before `compile_regions`."""
+        self._first_layer, self._layer = _checkpointed(first_draft_layer), _checkpointed(draft_layer)
 
     def layer_weights(self) -> tuple[LayerWeights, ...]:
         """Return the weights of all draft layers, first layer first."""
@@ -424,38 +473,69 @@ class Drafter(nn.Module):
         position_C: Tensor,
         input_QD: Tensor,
         position_Q: Tensor,
-        masks: dict[LayerType, BlockMask | Tensor],
+        masks: Mapping[LayerType, BlockMask | Tensor],
     ) -> Tensor:
-        """Training: one packed row to final hidden states [Q, D] of all slots, ready for the target's head.
+        """One packed row and any slots to final hidden states [Q, D], ready for the target's head.
 
-        `input_QD` are the target's embeddings of [anchor token, MASK, ...] block after block, `position_Q` =
-        anchor's position + slot, `masks` one attention mask a kind of layer (see `dflash_core.mask`).
+        `input_QD` are the slots' embeddings, `position_Q` their positions in their documents, `masks` one
+        attention mask a kind of layer (see `dflash_core.mask`). Training uses `forward_blocks`, which knows
+        more about its slots.
         """
         context = self.context(taps_CE, position_C)
-        return self.slots(context, input_QD, position_Q, masks)
+        return self._layers(input_QD.to(self.compute_dtype), context, position_Q, masks, first=0)
 
-    def slots(
+    def forward_blocks(
+        self,
+        taps_CE: Tensor,
+        position_C: Tensor,
+        rows_RD: Tensor,
+        position_Q: Tensor,
+        masks: Mapping[LayerType, BlockMask | Tensor],
+    ) -> Tensor:
+        """As `forward` for whole blocks, given the embeddings [A + 1, D] of the A anchors and of the mask
+        token.
+        """
+        return self.block_slots(self.context(taps_CE, position_C), rows_RD, position_Q, masks)
+
+    def block_slots(
         self,
         context: Context,
-        input_QD: Tensor,
+        rows_RD: Tensor,
         position_Q: Tensor,
-        masks: dict[LayerType, BlockMask | Tensor],
+        masks: Mapping[LayerType, BlockMask | Tensor],
     ) -> Tensor:
-        """The layers and the last norm over the slots, given the context's keys and values."""
+        """The layers and the last norm over blocks, given the context's keys and values."""
         c = self.config
         cos_QF, sin_QF = rotary_tables(position_Q, c.rope_theta, c.head_dim)
-        x_QD = input_QD.to(self.compute_dtype)
-        for i, weights in enumerate(self.layer_weights()):
-            x_QD = self._layer(
-                x_QD,
-                context.keys[i],
-                context.values[i],
-                weights,
-                cos_QF,
-                sin_QF,
-                masks[c.types[i]],
-                self.shape,
-            )
+        x_QD = self._first_layer(
+            rows_RD.to(self.compute_dtype),
+            context.keys[0],
+            context.values[0],
+            self.layer_weights()[0],
+            cos_QF,
+            sin_QF,
+            masks[c.types[0]],
+            self.shape,
+            c.block_size,
+        )
+        return self._layers(x_QD, context, position_Q, masks, first=1)
+
+    def _layers(
+        self,
+        x_QD: Tensor,
+        context: Context,
+        position_Q: Tensor,
+        masks: Mapping[LayerType, BlockMask | Tensor],
+        *,
+        first: int,
+    ) -> Tensor:
+        """Layers `first` and later, then the last norm."""
+        c = self.config
+        cos_QF, sin_QF = rotary_tables(position_Q, c.rope_theta, c.head_dim)
+        weights = self.layer_weights()
+        for i in range(first, c.num_layers):
+            keys, values, mask = context.keys[i], context.values[i], masks[c.types[i]]
+            x_QD = self._layer(x_QD, keys, values, weights[i], cos_QF, sin_QF, mask, self.shape)
         return self._final(x_QD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
 
     @torch.no_grad()

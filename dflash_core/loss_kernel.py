@@ -59,7 +59,9 @@ def _exponentiate(
     tl.store(beaten_ptr + row, tl.sum(beaten))
 
 
-def cross_entropy_in_place(logits_nV: Tensor, label_n: Tensor, write: bool) -> tuple[Tensor, Tensor, Tensor]:
+def cross_entropy_in_place(
+    logits_nV: Tensor, label_n: Tensor, write: bool, *, block: int = 8192, warps: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return cross entropy, correctness and gradient scale, float32 [n]; with `write` logits become the
     gradient / scale.
 
@@ -69,7 +71,6 @@ def cross_entropy_in_place(logits_nV: Tensor, label_n: Tensor, write: bool) -> t
     rows, vocabulary = logits_nV.shape
     sum_n = torch.empty(rows, dtype=torch.float32, device=logits_nV.device)
     beaten_n = torch.empty(rows, dtype=torch.int32, device=logits_nV.device)
-    block = min(8192, triton.next_power_of_2(vocabulary))
     _exponentiate[(rows,)](
         logits_nV,
         label_n,
@@ -80,7 +81,7 @@ def cross_entropy_in_place(logits_nV: Tensor, label_n: Tensor, write: bool) -> t
         BLOCK=block,
         WRITE=write,
         CUT=LARGEST,
-        num_warps=16 if block >= 8192 else 4,
+        num_warps=warps,
     )
     if write:
         logits_nV.scatter_(1, label_n[:, None], (1.0 - sum_n).to(logits_nV.dtype)[:, None])

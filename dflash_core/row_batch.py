@@ -49,8 +49,8 @@ class RowBatch:
 
     position_C: Tensor
     """int32 [C]."""
-    input_ids_Q: Tensor
-    """int64 [Q]: the anchor's token, then mask tokens, block after block."""
+    input_ids_R: Tensor
+    """int64 [A + 1]: the tokens of the anchors, then the mask token, which fills all other slots."""
     position_Q: Tensor
     """int32 [Q]."""
     slot_N: Tensor
@@ -133,7 +133,7 @@ def prepare_row(
     teacher_N = np.maximum(blocks.anchor_A[block_N].astype(np.int64) + slot_in_block_N - 1, 0)
     return RowBatch(
         position_C=torch.from_numpy(packed.position_C),
-        input_ids_Q=torch.from_numpy(blocks.input_ids_Q.astype(np.int64)),
+        input_ids_R=torch.from_numpy(np.append(blocks.anchor_ids_A, drafter.mask_token_id).astype(np.int64)),
         position_Q=torch.from_numpy(blocks.position_Q),
         slot_N=torch.from_numpy(slots.slot_N.astype(np.int64)),
         label_N=torch.from_numpy(slots.label_N.astype(np.int64)),

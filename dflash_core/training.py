@@ -133,9 +133,9 @@ class Trainer:
     def forward(self, row: TrainingRow) -> tuple[SlotLosses, Tensor]:
         """Losses of the row's scored slots and their weights, float32 [N] each; weights carry no gradient."""
         batch = row.batch
-        input_QD = F.embedding(batch.input_ids_Q, self._embedding_VD)
-        hidden_QD = self.drafter(
-            row.taps_CE, batch.position_C, input_QD, batch.position_Q, batch.attention_masks()
+        rows_RD = F.embedding(batch.input_ids_R, self._embedding_VD)
+        hidden_QD = self.drafter.forward_blocks(
+            row.taps_CE, batch.position_C, rows_RD, batch.position_Q, batch.attention_masks()
         )
         losses = head_loss(
             hidden_QD, self._head_VD, batch.head_inputs, self.config.loss.chunk_slots, self._teacher(row)

@@ -50,10 +50,9 @@ def test_blocks_against_loops(lengths: list[int], anchors: int) -> None:
         for slot in range(k):
             q, at = a * k + slot, anchor + slot
             if not blocks.valid_A[a]:
-                assert not blocks.scored_AK[a, slot] and blocks.input_ids_Q[q] == MASK
+                assert not blocks.scored_AK[a, slot] and blocks.anchor_ids_A[a] == MASK
                 continue
-            expected = packed.token_ids_C[anchor] if slot == 0 else MASK
-            assert blocks.input_ids_Q[q] == expected
+            assert blocks.anchor_ids_A[a] == packed.token_ids_C[anchor]
             assert blocks.position_Q[q] == packed.position_C[anchor] + slot
             scored = (
                 slot > 0

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from dflash_core.blocks import build_blocks
-from dflash_core.drafter import ContextCache, rotary_tables, rotate
+from dflash_core.drafter import ContextCache, repeat_mask_row, rotary_tables, rotate
 from dflash_core.packing import pack_tokens
 from tests.core.tiny_drafter import tiny_config
 from tests.core.training_rows import make_row, random_samples, taps_of, tiny_trainer
@@ -40,11 +40,13 @@ def test_training_forward_equals_inference_with_cache(types: str, lengths: list[
     samples = random_samples(lengths)
     row = make_row(samples, config)
     blocks = _blocks_of(samples, config)
-    input_QD = F.embedding(row.batch.input_ids_Q, trainer._embedding_VD)
+    rows_RD = F.embedding(row.batch.input_ids_R, trainer._embedding_VD)
+    input_QD = repeat_mask_row(rows_RD, config.block_size)
+    where = (row.taps_CE, row.batch.position_C)
+    slots = (row.batch.position_Q, row.batch.attention_masks())
     with torch.no_grad():
-        hidden_QD = drafter(
-            row.taps_CE, row.batch.position_C, input_QD, row.batch.position_Q, row.batch.attention_masks()
-        )
+        hidden_QD = drafter.forward_blocks(*where, rows_RD, *slots)
+        torch.testing.assert_close(drafter(*where, input_QD, *slots), hidden_QD, rtol=1e-5, atol=1e-5)
     compared = 0
     packed = pack_tokens(samples, 64)
     for a in range(12):
