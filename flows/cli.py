@@ -21,7 +21,7 @@ USER_ERROR = 2
 class Commands(TyperGroup):
     """Says what the user can mend in one line, without a traceback."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -57,6 +57,34 @@ def extract(
         from flows.extract import extract_hidden_states
 
         finish(extract_hidden_states(settings, only=shards, store=store, return_state=True))
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    dataset: Annotated[str | None, typer.Option(help="Train from this one instead.", metavar="URI")] = None,
+) -> None:
+    """Train a drafter from a sealed data set, export and evaluate it; run again to continue."""
+    from flows.config import TrainConfig, load_config
+
+    settings = load_config(TrainConfig, config)
+    with prefect_server():
+        from flows.train import train_drafter
+
+        finish(train_drafter(settings, dataset=dataset, return_state=True))
+
+
+@app.command()
+def up(
+    port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
+    host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",
+    limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
+    logs: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("runs/up"),
+) -> None:
+    """Start a Prefect server with a worker and both deployments on this machine; Ctrl-C stops it."""
+    from flows.up import up as run
+
+    run(host, port, limit, logs)
 
 
 @app.command(context_settings=PASSED_ON)

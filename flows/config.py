@@ -138,7 +138,7 @@ class EvaluationStep(Config):
     """Real speculative decoding with the drafter at the end of training."""
 
     prompts: dict[str, str]
-    """Family name -> chats (file, folder or data set); what precedes the last assistant turn is the prompt."""
+    """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     prompts_per_family: Annotated[int, Field(ge=1)] = 16
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
     max_new_tokens: Annotated[int, Field(ge=2)] = 256

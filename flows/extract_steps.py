@@ -113,15 +113,15 @@ def respond_config(config: ExtractConfig) -> RespondConfig:
 
 def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
     """Have the target answer the chats, in a process of its own on the first slot; resumes by itself."""
-    slots = worker_slots(config)[:1]
+    workers = config.workers
+    job = {"task": "respond", "config": respond_config(config).model_dump(mode="json")}
     with WorkerPool(
-        slots,
-        python_module("flows.respond_worker"),
+        worker_slots(workers.slots)[:1],
+        python_module("flows.step_worker"),
         {},
-        start_timeout_s=config.workers.start_timeout_s,
-        silence_timeout_s=config.workers.silence_timeout_s,
+        start_timeout_s=workers.start_timeout_s,
+        silence_timeout_s=workers.silence_timeout_s,
     ) as pool:
-        job = {"config": respond_config(config).model_dump(mode="json")}
         result, _ = pool.run(job, on_message)
     log.info("responses: %s", result["sentence"])
 
@@ -161,10 +161,10 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
     return dataset
 
 
-def worker_slots(config: ExtractConfig) -> tuple[str, ...]:
+def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
     """Return the slots to use: those configured, else every visible GPU, else the CPU."""
-    if config.workers.slots:
-        return config.workers.slots
+    if configured:
+        return tuple(configured)
     import torch
 
     return tuple(str(i) for i in range(torch.cuda.device_count())) or ("cpu",)
@@ -181,7 +181,7 @@ def open_pool(config: ExtractConfig, dataset: Dataset) -> WorkerPool:
         "writer": workers.writer.model_dump(mode="json"),
     }
     return WorkerPool(
-        worker_slots(config),
+        worker_slots(workers.slots),
         python_module("flows.extract_worker"),
         setup,
         depth=JOBS_PER_WORKER,

@@ -15,7 +15,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from flows.config import TrainConfig
 from flows.extract_steps import Outcome
+from flows.train_steps import TrainingLog
 from storage.dataset import Dataset
 
 ROWS_SHOWN = 1000
@@ -93,3 +95,49 @@ def clean(row: dict[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
     }
+
+
+def metrics_line(row: dict[str, Any]) -> str:
+    """Return the numbers of one metrics message as a line of the log."""
+    shown = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "kind"}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+    )
+
+
+def publish_training(config: TrainConfig, summary: dict[str, Any], result: TrainingLog, folder: Path) -> None:
+    """Show the report that a colleague can read alone, and write it to report.md."""
+    page = training_page(config, summary, result, folder)
+    (folder / "report.md").write_text(page)
+    create_markdown_artifact(markdown=page, key="training-report", description="Report of the training run")
+
+
+def training_page(config: TrainConfig, summary: dict[str, Any], result: TrainingLog, folder: Path) -> str:
+    """Return the report in Markdown, its plots inside."""
+    drafter = config.drafter
+    lines = [
+        f"# Drafter for {summary['target']}",
+        "",
+        f"* data set: `{summary['dataset']}` ({summary['tokens']} tokens)",
+        f"* drafter: {drafter.num_layers} layers, blocks of {drafter.block_size}",
+        f"* exported to: `{summary['drafter']}`",
+        f"* checkpoints: `{config.output}/checkpoints`",
+    ]
+    if last := summary["last_metrics"]:
+        lines.append(f"* last optimizer step: {metrics_line(last)}")
+    if result.acceptance is not None:
+        lines += ["", "## Tokens a target call", "", "| prompts | tokens a call | speed-up | lossless |"]
+        lines.append("| --- | --- | --- | --- |")
+        for name, family in result.acceptance["families"].items():
+            speed = f"{family['speed_up']:.2f}" if family["speed_up"] else "-"
+            lines.append(f"| {name} | {family['acceptance_length']:.3f} | {speed} | {family['lossless']} |")
+    for file, title in (("training.png", "Loss and acceptance length"), ("acceptance.png", "Acceptance")):
+        if (folder / file).exists():
+            lines += ["", f"## {title}", "", image(folder / file, title)]
+    if result.cache is not None:
+        lines += ["", "## Compile cache", "", "| | |", "| --- | --- |"]
+        lines += [f"| {name} | {value} |" for name, value in result.cache.items()]
+    lines += ["", "## Versions", ""]
+    lines += [f"* {name} {version}" for name, version in summary["versions"].items()]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,94 @@
+"""The Prefect flow `train-drafter`: a sealed data set to an exported and evaluated drafter.
+
+The ranks are processes that know nothing of Prefect (`flows.train_worker`); the steps are those of
+`flows.train_steps`. A run continues from the latest checkpoint that it finds.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from dflash_core.configuration import UserError
+from dflash_core.drafter import DrafterConfig
+from flows import report, train_steps
+from flows.config import TrainConfig
+from flows.launch import JobError, Message
+from flows.ranks import RanksFailed
+from flows.run_log import relay_message, value, without_traceback
+from flows.train_steps import TrainingLog
+from storage.dataset import Dataset
+
+PROGRESS_EVERY_S = 5.0
+
+
+@task(name="check-data-set", cache_policy=NO_CACHE, persist_result=False)
+def check_dataset(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
+    """Open the sealed data set, and see that target and drafter fit it."""
+    return without_traceback(lambda: train_steps.open_training_data(config))
+
+
+@task(name="train-on-ranks", cache_policy=NO_CACHE, persist_result=False)
+def train_on_ranks(
+    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, folder: Path, result: TrainingLog
+) -> dict[str, Any] | None:
+    """Run the ranks to the end of training; their words and numbers go to the log of this task."""
+    logger = get_run_logger()
+    progress = report.start_progress("training-progress", "optimizer steps")
+    last = 0.0
+
+    def follow(message: Message) -> None:
+        nonlocal last
+        relay_message(message)
+        result.on_message(message)
+        if message["kind"] == "metrics":
+            logger.info("%s", report.metrics_line(message))
+            if time.monotonic() - last > PROGRESS_EVERY_S or result.fraction == 1.0:
+                last = time.monotonic()
+                report.update_progress(progress, result.fraction)
+
+    return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, follow))
+
+
+@task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)
+def evaluate_drafter(config: TrainConfig, dataset: Dataset, folder: Path) -> dict[str, Any]:
+    """Decode speculatively with the exported drafter."""
+    return without_traceback(lambda: train_steps.evaluate(config, dataset, folder, relay_message))
+
+
+@flow(name="train-drafter", persist_result=False)
+def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]:
+    """Train a drafter from a sealed data set, export it, and measure how many tokens a target call it earns.
+
+    Args:
+        config: Which drafter to train, from what, how, and where to put it.
+        dataset: Takes the place of the configuration's data set, e.g. the one that an extraction has sealed.
+    """
+    if dataset:
+        config = config.model_copy(update={"dataset": dataset})
+    try:
+        with train_steps.output_folder(config) as folder:
+            return _train(config, folder)
+    except (UserError, RanksFailed, JobError) as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error), data=error)
+
+
+def _train(config: TrainConfig, folder: Path) -> State[Any]:
+    data, drafter = value(check_dataset(config))
+    result = TrainingLog()
+    result.cache = value(train_on_ranks(config, data, drafter, folder, result))
+    try:
+        if config.evaluation is not None:
+            result.acceptance = value(evaluate_drafter(config, data, folder))
+    finally:
+        summary = train_steps.write_report(config, data, result, folder)
+        report.publish_training(config, summary, result, folder)
+    exported = f"{config.output}/{train_steps.DRAFTER_FOLDER}"
+    return Completed(message=f"the drafter is in {exported}", data=summary)

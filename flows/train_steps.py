@@ -1,0 +1,210 @@
+"""The steps of a training run in plain Python: check the data set, run the ranks, evaluate, report.
+
+`flows.train` runs the same steps as a Prefect flow; nothing here needs Prefect.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_core.chat import ChatConfig
+from dflash_core.compile_graphs import training_graphs
+from dflash_core.configuration import UserError
+from dflash_core.drafter import DrafterConfig
+from dflash_core.records import TargetSpec
+from dflash_core.target_identity import target_spec
+from flows.build_cache import open_compile_store
+from flows.config import TrainConfig, dump_config
+from flows.evaluate import EvaluateConfig
+from flows.extract_steps import worker_slots
+from flows.launch import Message, OnMessage, WorkerPool, python_module
+from flows.plots import plot_training
+from flows.ranks import run_ranks
+from storage.compile_session import CompileSession
+from storage.dataset import Dataset, open_dataset
+from storage.dataset_spec import software_versions
+from storage.objects import Store, open_store
+
+log = logging.getLogger(__name__)
+
+DRAFTER_FOLDER = "drafter"
+"""Folder of the exported drafter below the run's output."""
+
+
+def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
+    """Open the sealed data set and derive the drafter from it.
+
+    Raises UserError when the data set is not complete, was captured from another target than the one that is
+    to lend its embedding and head, or does not fit the drafter.
+    """
+    dataset = open_dataset(config.dataset)
+    dataset.manifest()
+    spec = dataset.spec
+    here = target_spec(config.target, config.revision, None)
+    if wrong := _other_target(spec.target, here):
+        raise UserError(
+            f"{dataset.uri} was captured from another target than {config.target}: " + "; ".join(wrong)
+        )
+    return dataset, config.drafter.for_target(spec.target, spec.capture)
+
+
+def _other_target(captured: TargetSpec, here: TargetSpec) -> list[str]:
+    """Name what differs between two targets; names and mask tokens are free."""
+    left, right = captured.model_dump(), here.model_dump()
+    return [
+        f"{name} is {right[name]!r}, and was {left[name]!r}"
+        for name in left
+        if name not in ("name", "mask_token_id") and left[name] != right[name]
+    ]
+
+
+@dataclass
+class TrainingLog:
+    """What the ranks told of a run, and what was measured at its end."""
+
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """One row an optimizer step that was read, with "step"; validation has its own keys."""
+    cache: dict[str, Any] | None = None
+    """Summary of the compile cache."""
+    acceptance: dict[str, Any] | None = None
+    """Report of the evaluation."""
+
+    @property
+    def fraction(self) -> float:
+        """Share of the optimizer steps that are done."""
+        done = next((row for row in reversed(self.metrics) if row.get("total_steps")), None)
+        return done["step"] / done["total_steps"] if done else 0.0
+
+    def on_message(self, message: Message) -> None:
+        """Take a message of a rank."""
+        if message["kind"] == "metrics":
+            self.metrics.append({name: value for name, value in message.items() if name != "kind"})
+
+
+def train(
+    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, folder: Path, on_message: OnMessage
+) -> dict[str, Any] | None:
+    """Run the ranks until training is finished and the drafter exported into `folder`.
+
+    Continues from the latest checkpoint in `config.output`. Returns the compile cache's summary. Raises
+    UserError or `flows.ranks.RanksFailed`.
+    """
+    gpus = tuple(slot for slot in worker_slots(config.gpus) if slot != "cpu")
+    ranks = len(gpus) or config.cpu_ranks
+    run = {
+        "config": config.model_dump(mode="json"),
+        "drafter": drafter.model_dump(mode="json"),
+        "dataset": dataset.uri,
+        "export": str(folder / DRAFTER_FOLDER),
+    }
+    file = folder / "run.json"
+    file.write_text(json.dumps(run))
+    with _compile_session(config, dataset, drafter, gpus, ranks) as session:
+
+        def follow(message: Message) -> None:
+            if session is not None:
+                session.on_message(message)
+            on_message(message)
+
+        run_ranks(
+            "flows.train_worker",
+            [str(file)],
+            ranks=ranks,
+            gpus=gpus,
+            environment=session.environment if session is not None else None,
+            silence_timeout_s=config.silence_timeout_s,
+            on_message=follow,
+        )
+        return session.summary() if session is not None else None
+
+
+@contextmanager
+def _compile_session(
+    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, gpus: tuple[str, ...], ranks: int
+) -> Iterator[CompileSession | None]:
+    compiles = config.training.compile if config.training.compile is not None else bool(gpus)
+    if config.cache is None or not compiles:
+        yield None
+        return
+    store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:1])}
+    graphs = training_graphs(drafter, config.training)
+    with CompileSession.open(store, graphs, config.cache, ranks=ranks, variables=visible) as session:
+        yield session
+
+
+def evaluate(config: TrainConfig, dataset: Dataset, folder: Path, on_message: OnMessage) -> dict[str, Any]:
+    """Measure the exported drafter by real decoding, in a process of its own; return the report.
+
+    Raises UserError, after acceptance.json is written, when a gate is missed.
+    """
+    step = config.evaluation
+    assert step is not None
+    chat = {name: dataset.spec.chat[name] for name in ChatConfig.model_fields if name in dataset.spec.chat}
+    settings = EvaluateConfig(
+        target=config.target,
+        revision=config.revision,
+        drafter=folder / DRAFTER_FOLDER,
+        output=folder,
+        chat=ChatConfig.model_validate(chat),
+        **step.model_dump(),
+    )
+    job = {"task": "evaluate", "config": settings.model_dump(mode="json")}
+    slots = worker_slots(config.gpus)[:1]
+    timeout = config.silence_timeout_s
+    with WorkerPool(slots, python_module("flows.step_worker"), {}, silence_timeout_s=timeout) as pool:
+        result, _ = pool.run(job, on_message)
+    report = result["report"]
+    assert isinstance(report, dict)
+    return report
+
+
+def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, folder: Path) -> dict[str, Any]:
+    """Write report.json, config.yaml and training.png into `folder`; return the report."""
+    (folder / "config.yaml").write_text(dump_config(config))
+    last: dict[str, Any] = next((row for row in reversed(result.metrics) if "loss" in row), {})
+    report = {
+        "dataset": dataset.uri,
+        "tokens": dataset.plan.tokens,
+        "target": dataset.spec.target.name,
+        "drafter": f"{config.output}/{DRAFTER_FOLDER}",
+        "last_metrics": last,
+        "acceptance": result.acceptance,
+        "compile_cache": result.cache,
+        "versions": software_versions(),
+    }
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    if result.metrics:
+        plot_training(result.metrics, folder / "training.png", title=f"{dataset.spec.target.name} drafter")
+    return report
+
+
+@contextmanager
+def output_folder(config: TrainConfig) -> Iterator[Path]:
+    """Give a local folder whose files are below `config.output` once the block has ended, however."""
+    store = open_store(config.output)
+    if store.uri.startswith("file://"):
+        folder = Path(store.uri.removeprefix("file://"))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix="dflash-training-"))
+    try:
+        yield folder
+    finally:
+        _upload(store, folder)
+        shutil.rmtree(folder)
+
+
+def _upload(store: Store, folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            store.put_file(path.relative_to(folder).as_posix(), path, overwrite=True)

@@ -1,0 +1,229 @@
+"""`dflash up`: a Prefect server, a work pool with a worker, and both deployments, on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import typer
+
+from dflash_core.configuration import UserError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+POOL = "dflash"
+PREFECT_FILE = Path(__file__).parent.parent / "prefect.yaml"
+SERVER_START_S = 240.0
+"""The first start creates the database."""
+STOP_S = 30.0
+HEARTBEAT_S = 30
+"""How often a flow run says that it lives."""
+SILENCE_S = 120
+"""A run that has not said so for this long is taken for crashed."""
+AUTOMATION = "dflash: runs that fell silent have crashed"
+
+
+def up(host: str, port: int, limit: int, logs: Path) -> None:
+    """Start everything, say where it is, and stop everything cleanly on Ctrl-C, SIGTERM or the end of a part.
+
+    `limit` is how many flow runs may go on at a time. Raises UserError when the port is taken or a part does
+    not start.
+    """
+    if not PREFECT_FILE.exists():
+        raise UserError(f"{PREFECT_FILE} is missing: `dflash up` runs from a checkout of the repository")
+    url = f"http://{host}:{port}"
+    if _answers(url):
+        raise UserError(f"something answers at {url} already; choose another --port, or use that server")
+    # An own handler also frees the children from an ignored SIGINT, which a shell gives to background jobs
+    # and without which Prefect's worker cannot be stopped.
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+    }
+    logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        _run(url, host, port, limit, logs, environment)
+    typer.echo("stopped")
+
+
+def _run(url: str, host: str, port: int, limit: int, logs: Path, environment: Mapping[str, str]) -> None:
+    prefect = [sys.executable, "-m", "prefect"]
+    server_command = [*prefect, "server", "start", "--host", host, "--port", str(port)]
+    worker_command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
+    worker_command += ["--name", f"{POOL}-{port}", "--limit", str(limit)]
+    with _process(server_command, environment, logs / "server.log") as server:
+        typer.echo(f"starting the Prefect server (log: {logs / 'server.log'})")
+        _wait_for_server(url, server, logs / "server.log")
+        with _client(environment["PREFECT_API_URL"]) as client:
+            register(client, environment)
+            with _process(worker_command, environment, None) as worker:
+                try:
+                    _say_ready(url)
+                    _until_one_ends({"the server": server, "the worker": worker})
+                finally:
+                    _stop(worker)
+                    mark_crashed(client)
+
+
+def register(client: SyncPrefectClient, environment: Mapping[str, str]) -> None:
+    """Make the work pool, both deployments and the automation that finds silent runs; may be repeated."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        client.read_work_pool(POOL)
+    except ObjectNotFound:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    done = subprocess.run(
+        [*command, "--prefect-file", str(PREFECT_FILE)],
+        env=dict(environment),
+        cwd=PREFECT_FILE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise UserError(
+            f"the deployments could not be registered:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    watch_for_silence()
+
+
+def watch_for_silence() -> None:
+    """Have the server mark runs as crashed whose process is gone without a word (once; kept by name)."""
+    from prefect.automations import Automation
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+    from prefect.exceptions import ObjectNotFound
+
+    with contextlib.suppress(ObjectNotFound, ValueError):
+        Automation.read(name=AUTOMATION)  # type: ignore[unused-coroutine]
+        return
+    beat = "prefect.flow-run.heartbeat"
+    crash = ChangeFlowRunState(
+        name=None, state=StateType.CRASHED, message="its process fell silent", force=False
+    )
+    ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+    Automation(
+        name=AUTOMATION,
+        trigger=EventTrigger(
+            after={beat},
+            expect={beat} | ends,
+            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=SILENCE_S),
+        ),
+        actions=[crash],
+    ).create()
+
+
+def mark_crashed(client: SyncPrefectClient) -> None:
+    """End the runs whose worker has just been stopped; Prefect would show them as running for ever."""
+    from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    going = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+    runs = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": going}}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [POOL]}}),
+    )
+    for run in runs:
+        message = "`dflash up` was stopped during the run; retry it to continue where it was"
+        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+        typer.echo(f"run {run.name} was stopped; retry it to continue where it was")
+
+
+def _say_ready(url: str) -> None:
+    typer.echo(f"\nPrefect is at {url}\nIn another terminal, from {PREFECT_FILE.parent}:")
+    if url != "http://127.0.0.1:4200":
+        typer.echo(f"  export PREFECT_API_URL={url}/api")
+    typer.echo("  prefect deployment run extract-hidden-states --watch")
+    typer.echo("  prefect deployment run train-drafter --watch")
+    typer.echo("Ctrl-C stops everything.\n")
+
+
+@contextlib.contextmanager
+def _process(
+    command: list[str], environment: Mapping[str, str], log: Path | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process in a session of its own (Ctrl-C reaches us alone) and end it with the block."""
+    with contextlib.ExitStack() as stack:
+        output: Any = stack.enter_context(log.open("ab")) if log else None
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_S
+    while not _answers(url):
+        if server.poll() is not None:
+            raise UserError(
+                f"the Prefect server ended with code {server.returncode}:\n{log.read_text()[-2000:]}"
+            )
+        if time.monotonic() > deadline:
+            raise UserError(f"the Prefect server did not answer within {SERVER_START_S:.0f} s; see {log}")
+        time.sleep(0.5)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/api/health", timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+@contextlib.contextmanager
+def _client(api: str) -> Iterator[SyncPrefectClient]:
+    """Speak to the new server, whatever Prefect is configured for."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+        yield client
+
+
+def _until_one_ends(processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    while True:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                raise UserError(f"{name} ended with code {process.returncode}")
+        time.sleep(1)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
