@@ -108,7 +108,7 @@ class Optimizer:
         if self.config.clip_norm is not None:
             excess = (norm / self.config.clip_norm).clamp(min=1.0)
         scale = divisor * excess
-        rate = self.config.learning_rate * rate_factor(self.config, optimizer_step, self.total_steps)
+        rate = self.rate(optimizer_step)
         if self._muon is not None:
             matrices = [p.grad for g in self._muon.param_groups for p in g["params"]]
             torch._foreach_mul_(matrices, (1.0 - halted) / scale)
@@ -128,6 +128,10 @@ class Optimizer:
                 list(self.average.values()), weights, 1.0 - float(self.config.ema_decay or 0.0)
             )
         return norm, halted
+
+    def rate(self, optimizer_step: int) -> float:
+        """Learning rate of an optimizer step."""
+        return self.config.learning_rate * rate_factor(self.config, optimizer_step, self.total_steps)
 
     @staticmethod
     def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

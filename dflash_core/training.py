@@ -6,7 +6,8 @@ Nothing in a step waits for the device. Losses and counts are summed there and r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -79,8 +80,11 @@ WITHOUT_INFLUENCE = frozenset(
 class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite; the weights are those before that optimizer step."""
 
-    def __init__(self, optimizer_step: int) -> None:
-        super().__init__(f"loss or gradient of optimizer step {optimizer_step} is not finite")
+    def __init__(self, optimizer_step: int, where: str = "") -> None:
+        super().__init__(
+            f"loss or gradient of optimizer step {optimizer_step} is not finite"
+            + (f" ({where})" if where else "")
+        )
         self.optimizer_step = optimizer_step
 
 
@@ -162,6 +166,11 @@ class Trainer:
         self._halted = halted
         self.optimizer_step += 1
 
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next step."""
+        return self.optimizer.rate(self.optimizer_step)
+
     def summary(self) -> tuple[Summary, float]:
         """Means since the last call and the last gradient norm. Waits for the device; every rank must call
         it.
@@ -179,13 +188,35 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, rows: Iterable[TrainingRow]) -> Summary:
-        """Losses and teacher-forced acceptance over rows that are not learnt from. Every rank must call
-        it.
+        """Losses and teacher-forced acceptance over rows that are not learnt from. Every rank must call it.
+
+        With an average of the weights, it is the average that is validated.
         """
-        for row in rows:
-            losses, weights_N = self.forward(row)
-            self._validation_tally.add(losses, weights_N, row.batch)
+        with self.averaged_weights():
+            for row in rows:
+                losses, weights_N = self.forward(row)
+                self._validation_tally.add(losses, weights_N, row.batch)
         return self._validation_tally.take(self.world)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[Drafter]:
+        """The drafter with the averaged weights in place, if there is an average; no update may happen
+        inside.
+        """
+        average = self.optimizer.average
+        own = {name: p.data for name, p in self.drafter.named_parameters() if name in average}
+        try:
+            for name, parameter in self.drafter.named_parameters():
+                parameter.data = average.get(name, parameter.data)
+            yield self.drafter
+        finally:
+            for name, parameter in self.drafter.named_parameters():
+                parameter.data = own.get(name, parameter.data)
+
+    @property
+    def halted_at(self) -> Tensor:
+        """Int64 scalar on the device: optimizer step that was not finite, -1 while all were."""
+        return self._halted_at
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, by name, on its device and not copied."""

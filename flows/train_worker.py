@@ -1,0 +1,331 @@
+"""The main loop of one rank: data set -> packed rows -> optimizer steps -> checkpoints -> exported drafter.
+Start reading here.
+
+`torchrun -m flows.train_worker run.json` with the file that `flows.train_steps` writes. Every rank runs all
+of this; rank 0 alone writes checkpoints, metrics and the drafter. The order of things is in `train`, the
+arithmetic of a step in `dflash_core.training.Trainer.step`, what a step reads in `flows.train_data`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from dflash_core.compile_watch import Watch
+from dflash_core.configuration import Config, UserError
+from dflash_core.distributed import World, join_world, leave_world
+from dflash_core.drafter import Drafter, DrafterConfig
+from dflash_core.export import export_drafter, load_exported
+from dflash_core.fast_path import fused_attention_calls, require_fused_attention
+from dflash_core.step_clock import StepClock, StepReport
+from dflash_core.target_weights import load_embedding_and_head
+from dflash_core.training import WITHOUT_INFLUENCE, NonFiniteError, Trainer, TrainingConfig, TrainingRow
+from flows.config import TrainConfig
+from flows.ranks import serve_rank
+from flows.train_data import StepPlace, TrainingData
+from flows.train_log import TrainLog
+from flows.train_meter import TrainMeter
+from storage.checkpoints import Checkpoints, Position
+from storage.dataset import Dataset, open_dataset
+from storage.dataset_spec import software_versions
+from storage.objects import open_store
+
+log = logging.getLogger(__name__)
+
+WARM_STEPS = 3
+"""Steps after which the run must be on the fast path."""
+
+
+class TrainJob(Config):
+    """What the launcher writes for its ranks."""
+
+    config: TrainConfig
+    drafter: DrafterConfig
+    dataset: str
+    """Address of the sealed data set."""
+    export: str
+    """Local folder for the drafter."""
+
+
+def train(job: TrainJob, folder: Path, world: World) -> None:
+    """Train to the end, or to a request to stop. `folder` is local and takes the metrics.
+
+    Raises UserError for what the user can mend; NonFiniteError naming step, shards and samples.
+    """
+    training = job.config.training
+    stop = StopRequest()
+    watch = Watch.from_environment().start()
+    dataset = open_dataset(job.dataset)
+    dataset.manifest()
+    data = TrainingData(dataset, job.drafter, training, world)
+    trainer = build_trainer(job, data.total_steps(), world)
+    checkpoints = Checkpoints(
+        open_store(job.config.output), identity_of(job, dataset), keep=training.keep_checkpoints
+    )
+    place = resume(trainer, checkpoints, data)
+    settings = job.model_dump(mode="json")
+    with TrainLog(folder, first=world.is_first, settings=settings, start_step=trainer.optimizer_step) as out:
+        out.event(
+            "started",
+            optimizer_step=trainer.optimizer_step,
+            total_steps=data.total_steps(),
+            samples=len(data.training_samples),
+            validation_samples=len(data.validation_samples),
+            rows_per_epoch=len(data.epoch_rows(0)),
+        )
+        loop = TrainLoop(job, data, trainer, checkpoints, out, watch, stop)
+        finished = loop.run(place)
+        checkpoints.close()
+        if finished and world.is_first:
+            export(job, dataset, trainer, checkpoints, out)
+        out.event("finished", optimizer_step=trainer.optimizer_step, stopped=not finished)
+
+
+class TrainLoop:
+    """The steps of a run and what happens between them."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        data: TrainingData,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        out: TrainLog,
+        watch: Watch,
+        stop: StopRequest,
+    ) -> None:
+        self._config: TrainingConfig = job.config.training
+        self._data, self._trainer, self._checkpoints, self._out = data, trainer, checkpoints, out
+        self._watch, self._stop = watch, stop
+        self._world = data.world
+        self._total = data.total_steps()
+        self._clock = StepClock(self._world)
+        self._meter = TrainMeter(job.drafter, self._config, self._world)
+        self._places: dict[int, StepPlace] = {}
+        self._compiled = uses_compiler(self._config, self._world)
+
+    def run(self, place: StepPlace) -> bool:
+        """Take all steps that are left; False when a rank was asked to stop before the end."""
+        trainer, local_step = self._trainer, 0
+        for here, rows in self._data.steps(place, self._total - trainer.optimizer_step):
+            self._places[trainer.optimizer_step] = here
+            report = self._step(rows, local_step)
+            local_step += 1
+            place = self._data.after(here)
+            if report is not None and report.stop:
+                self._settle()
+                self._save(place, score=None)
+                return False
+            self._between_steps(place)
+        if local_step == 0:
+            return True
+        self._settle()
+        return True
+
+    def _step(self, rows: Iterator[TrainingRow], local_step: int) -> StepReport | None:
+        """One optimizer step; the first one of a run also compiles, and is followed by a look at what it
+        did.
+        """
+        trainer, count = self._trainer, self._data.rows_per_rank
+        first = next(rows)
+        rows = itertools.chain([first], rows)
+        self._clock.begin()
+        if self._compiled and local_step == WARM_STEPS - 1:
+            calls = fused_attention_calls(lambda: trainer.step(rows, count))
+            require_fused_attention(*calls, layers=trainer.drafter.config.num_layers)
+        else:
+            trainer.step(rows, count)
+        report = self._clock.end(trainer.optimizer_step - 1, trainer.halted_at, self._stop.asked)
+        if self._compiled and local_step == 0:
+            self._seal_graphs(first)
+        if report is not None:
+            self._take(report)
+        return report
+
+    def _seal_graphs(self, row: TrainingRow) -> None:
+        """After the first whole step: compile the evaluation step too, tell what was compiled, allow no
+        more.
+        """
+        self._trainer.validate([row])
+        self._clock.forget()
+        print(self._watch.report(rank=self._world.rank).line(), flush=True)
+        self._watch.forbid("error" if self._config.on_recompile == "stop" else "warn")
+
+    def _between_steps(self, place: StepPlace) -> None:
+        """Read metrics, validate, save: whatever is due after a step."""
+        step, config = self._trainer.optimizer_step, self._config
+        last = step == self._total
+        if last or step % config.log_every == 0:
+            self._read_metrics(place)
+        validate = last or step % config.validate_every == 0
+        score = self._validate() if validate and len(self._data.validation_samples) else None
+        if last or validate or step % config.checkpoint_every == 0:
+            self._save(place, score)
+
+    def _take(self, report: StepReport) -> None:
+        self._meter.add(report)
+        if report.halted_at >= 0:
+            place = self._places[report.halted_at]
+            raise NonFiniteError(report.halted_at, self._data.describe(place))
+        for step in [s for s in self._places if s < report.optimizer_step]:
+            del self._places[step]
+
+    def _settle(self) -> None:
+        """Wait for the steps that are under way."""
+        for report in self._clock.drain():
+            self._take(report)
+
+    def _read_metrics(self, place: StepPlace) -> None:
+        summary, norm = self._trainer.summary()
+        values = self._meter.values(summary, self._watch.warnings() if self._compiled else [])
+        wrong = values.pop("off_fast_path", [])
+        if wrong and self._world.is_first:
+            log.warning("off the fast path at step %d: %s", self._trainer.optimizer_step, "; ".join(wrong))
+            self._out.event("off_fast_path", step=self._trainer.optimizer_step, reasons=wrong)
+        values |= {
+            "total_steps": self._total,
+            "epoch": place.epoch,
+            "gradient_norm": norm,
+            "learning_rate": self._trainer.learning_rate,
+            "signs_off_fast_path": len(wrong),
+        }
+        self._out.metrics(self._trainer.optimizer_step, values)
+
+    def _validate(self) -> float:
+        summary = self._trainer.validate(self._data.validation_rows())
+        self._clock.forget()
+        values = {f"validation/{name}": value for name, value in summary.as_dict().items()}
+        self._out.metrics(self._trainer.optimizer_step, values)
+        return summary.acceptance_length
+
+    def _save(self, place: StepPlace, score: float | None) -> None:
+        """Write a checkpoint in the background, unless the run has met a number that is not finite."""
+        self._settle()
+        self._clock.forget()
+        if not self._world.is_first:
+            return
+        step = self._trainer.optimizer_step
+        position = Position(optimizer_step=step, epoch=place.epoch, step_in_epoch=place.step_in_epoch)
+        tensors = self._trainer.state() | {"rng/cpu": torch.get_rng_state()}
+        notes: dict[str, Any] = {"ranks": self._world.size, "versions": software_versions()}
+        self._checkpoints.save(position, tensors, notes, score=score)
+        self._out.event("checkpoint", step=step, score=score)
+
+
+class StopRequest:
+    """SIGTERM as a flag: preempted runs finish their step, write a checkpoint and end well."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def build_trainer(job: TrainJob, total_steps: int, world: World) -> Trainer:
+    """Make the drafter (random, or from an exported one) and borrow the target's embedding and head.
+
+    Raises UserError when the drafter to start from has another shape.
+    """
+    training = job.config.training
+    if training.init_from is not None:
+        drafter = load_exported(Path(training.init_from), dtype=torch.float32)
+        differing = [
+            f"{name}: {getattr(drafter.config, name)} there, {value} here"
+            for name, value in job.drafter
+            if getattr(drafter.config, name) != value and name != "layer_types"
+        ]
+        if differing or drafter.config.types != job.drafter.types:
+            raise UserError(f"{training.init_from} is a drafter of another shape: {'; '.join(differing)}")
+        drafter.compute_dtype = training.dtype
+    else:
+        drafter = Drafter(job.drafter, training.dtype)
+        drafter.init_weights(training.seed)
+    drafter.to(world.device)
+    if uses_compiler(training, world):
+        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
+    elif training.checkpoint_layers:
+        drafter.checkpoint_layers()
+    embedding_VD, head_VD = load_embedding_and_head(job.config.target, job.config.revision)
+    tied = head_VD.data_ptr() == embedding_VD.data_ptr()
+    embedding_VD = embedding_VD.to(world.device, training.dtype)
+    head_VD = embedding_VD if tied else head_VD.to(world.device, training.dtype)
+    return Trainer(drafter, embedding_VD, head_VD, training, total_steps=total_steps, world=world)
+
+
+def uses_compiler(training: TrainingConfig, world: World) -> bool:
+    """Whether the drafter's regions are compiled on this rank."""
+    return training.compile if training.compile is not None else world.device.type == "cuda"
+
+
+def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
+    """Everything that must be equal for a run to continue from a checkpoint."""
+    return {
+        "dataset": dataset.fingerprint,
+        "drafter": job.drafter.model_dump(mode="json"),
+        "training": job.config.training.model_dump(mode="json", exclude=set(WITHOUT_INFLUENCE)),
+    }
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints, data: TrainingData) -> StepPlace:
+    """Continue from the latest checkpoint, if there is one; returns where the next step lies.
+
+    Raises UserError naming the keys when it is of another configuration.
+    """
+    found = checkpoints.latest()
+    if found is None:
+        return StepPlace(epoch=0, step_in_epoch=0)
+    record, tensors = found
+    torch.set_rng_state(tensors.pop("rng/cpu"))
+    position = record.position
+    trainer.load_state(tensors, position.optimizer_step)
+    if trainer.world.is_first:
+        before, now = record.notes["ranks"], trainer.world.size
+        change = f", with {now} ranks instead of {before}: the same rows in another division"
+        log.info(
+            "continuing after optimizer step %d, epoch %d%s",
+            position.optimizer_step,
+            position.epoch,
+            change if before != now else "",
+        )
+    return StepPlace(epoch=position.epoch, step_in_epoch=position.step_in_epoch)
+
+
+def export(
+    job: TrainJob, dataset: Dataset, trainer: Trainer, checkpoints: Checkpoints, out: TrainLog
+) -> None:
+    """Write the drafter for serving engines: the best one by validation, the last one without a
+    validation.
+    """
+    best, step = checkpoints.best(), trainer.optimizer_step
+    if best is not None and best.optimizer_step != step:
+        step = best.optimizer_step
+        trainer.load_state(checkpoints.load(checkpoints.record(step)), step)
+    with trainer.averaged_weights() as drafter:
+        export_drafter(drafter, Path(job.export), dataset.spec.target)
+    out.event("exported", step=step, folder=job.export, acceptance_length=best.score if best else None)
+
+
+def main() -> None:
+    """Be one rank of a run."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    path = Path(sys.argv[1])
+    job = TrainJob.model_validate_json(path.read_text())
+    world = join_world()
+    try:
+        train(job, path.parent, world)
+    finally:
+        leave_world(world)
+
+
+if __name__ == "__main__":
+    serve_rank(main)
