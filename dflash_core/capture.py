@@ -47,6 +47,7 @@ class TapRecorder:
 
     def __init__(self, model: Any, spec: CaptureSpec) -> None:
         self.outputs: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
         for layer_id in spec.tap_layer_ids:
             self._watch(model.layers[layer_id], tap_column(layer_id))
         if spec.last_hidden == "before_final_norm":
@@ -58,7 +59,13 @@ class TapRecorder:
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
             self.outputs[column] = output[0] if isinstance(output, tuple) else output
 
-        module.register_forward_hook(keep)
+        self._hooks.append(module.register_forward_hook(keep))
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return the outputs of the last forward and let go of them."""

@@ -96,7 +96,8 @@ class Target:
         """Sentences that the user must hear, e.g. that flash-linear-attention is missing."""
         on_gpu = self.device.type == "cuda"
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
-        self._recorder = TapRecorder(model, capture_spec)
+        self.recorder = TapRecorder(model, capture_spec)
+        """Hooks of the padded forward."""
         self.packed = self._packed_body(compiled) if _wants_packing(config, on_gpu) else None
         """The fast forward, or None when transformers' own is used."""
         if compiled and self.packed is None:
@@ -124,7 +125,7 @@ class Target:
     def capture_exact(self, batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
         """Like `capture`, in the target's own arithmetic (float32 stays float32): for the parity gate."""
         if self.packed is None:
-            return forward_padded(self.model, self._recorder, batch, self.device)
+            return forward_padded(self.model, self.recorder, batch, self.device)
         return forward_packed(self.packed, batch, self.device)
 
     def reference(self, sample: Sample) -> dict[str, torch.Tensor]:
@@ -140,7 +141,7 @@ class Target:
                 last_BTD = norm(last_BTD) if self.capture_spec.last_hidden == "after_final_norm" else last_BTD
         finally:
             self.model.norm = norm
-            self._recorder.take()
+            self.recorder.take()
         columns = {tap_column(i): output.hidden_states[i + 1][0] for i in self.capture_spec.tap_layer_ids}
         return columns if self.capture_spec.last_hidden == "no" else {**columns, LAST_HIDDEN: last_BTD[0]}
 
