@@ -1,0 +1,182 @@
+"""Fetches row groups ahead of their use: range reads on threads, verified, in a fixed amount of memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from storage.dataset import Dataset
+from storage.objects import ObjectNotFound, ObjectTruncated
+from storage.shard_format import (
+    RowGroupRecord,
+    RowHead,
+    ShardCorrupt,
+    ShardRecord,
+    check_chunk,
+    mend,
+    read_cells,
+    read_head,
+)
+
+_RECORDS = 1024
+"""Commit records that are kept."""
+_WINDOW = 64
+"""Uses whose commit records are asked for before their row groups."""
+
+
+class GroupKey(NamedTuple):
+    """One row group of a data set."""
+
+    shard: int
+    row_group: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowGroup:
+    """The verified rows of a row group; cells are views into what was read."""
+
+    record: ShardRecord
+    first_row: int
+    """Of the shard."""
+    heads: list[RowHead]
+    cells: dict[str, list[memoryview]]
+    """Column -> one cell a row."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    future: Future[RowGroup]
+    size: int
+    uses: int = 0
+
+
+class GroupFetcher:
+    """Takes a sequence of uses, and gives the row group of each in turn, fetched ahead.
+
+    Belongs to one thread, which calls `take` and, when it is done with it, `release`, once a use. Holds at
+    most `limit_bytes` (encoded), or a single row group that is larger than that; row groups that are used
+    again soon are kept while there is room.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        columns: Sequence[str],
+        uses: Iterator[GroupKey],
+        *,
+        threads: int,
+        limit_bytes: int,
+    ) -> None:
+        self._dataset, self._columns = dataset, tuple(columns)
+        self._chunks = [0, *(dataset.columns.index(column) + 1 for column in columns)]
+        self._uses, self._limit, self._used = uses, limit_bytes, 0
+        self._window: deque[GroupKey] = deque()
+        self._started: deque[GroupKey] = deque()
+        self._held: OrderedDict[GroupKey, _Held] = OrderedDict()
+        self._records: OrderedDict[int, Future[ShardRecord]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(threads, "row-group-fetch")
+
+    def take(self, *, must: bool) -> Future[RowGroup] | None:
+        """Return the row group of the next use, and start further fetches.
+
+        None when memory does not allow to start its fetch before something is released; with `must` it is
+        fetched all the same.
+        """
+        self._advance(must=must)
+        return self._held[self._started.popleft()].future if self._started else None
+
+    def release(self, key: GroupKey) -> None:
+        """End a use: the row group may be dropped, or kept for its next use."""
+        self._held[key].uses -= 1
+        self._held.move_to_end(key)
+
+    @property
+    def held_bytes(self) -> int:
+        """Encoded bytes of row groups that are fetched or on their way."""
+        return self._used
+
+    def close(self) -> None:
+        """Stop the threads; idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _advance(self, *, must: bool) -> None:
+        while self._fill_window() and len(self._started) < _WINDOW:
+            key = self._window[0]
+            if key not in self._held:
+                record = self._record(key.shard).result()
+                size = sum(size for _, size in self._runs(record.row_groups[key.row_group]))
+                if not self._make_room(size) and not (must and not self._started):
+                    return
+                self._held[key] = _Held(self._pool.submit(self._fetch, record, key.row_group), size)
+                self._used += size
+            self._held[key].uses += 1
+            self._started.append(self._window.popleft())
+
+    def _fill_window(self) -> bool:
+        while len(self._window) < _WINDOW and (key := next(self._uses, None)) is not None:
+            self._window.append(key)
+            self._record(key.shard)
+        return bool(self._window)
+
+    def _make_room(self, size: int) -> bool:
+        """Drop what is not in use, longest unused first, until `size` bytes fit."""
+        for key in [key for key, held in self._held.items() if not held.uses]:
+            if self._used + size <= self._limit:
+                break
+            self._used -= self._held.pop(key).size
+        return self._used + size <= self._limit
+
+    def _record(self, shard: int) -> Future[ShardRecord]:
+        if shard not in self._records:
+            if len(self._records) >= _RECORDS:
+                self._records.popitem(last=False)
+            self._records[shard] = self._pool.submit(self._dataset.record, shard)
+        self._records.move_to_end(shard)
+        return self._records[shard]
+
+    def _runs(self, group: RowGroupRecord) -> list[tuple[int, int]]:
+        """(offset, size) of the reads that cover the wanted chunks: neighbours are read together."""
+        runs: list[tuple[int, int]] = []
+        for offset, size, _ in sorted(group.chunks[chunk] for chunk in self._chunks):
+            if runs and runs[-1][0] + runs[-1][1] == offset:
+                runs[-1] = (runs[-1][0], runs[-1][1] + size)
+            else:
+                runs.append((offset, size))
+        return runs
+
+    # On the pool's threads.
+
+    def _fetch(self, record: ShardRecord, row_group: int) -> RowGroup:
+        group, uri = record.row_groups[row_group], self._dataset.uri
+        chunks: dict[int, memoryview] = {}
+        for start, size in self._runs(group):
+            data = np.empty(size, np.uint8).data
+            self._read(record, start, data)
+            for chunk in self._chunks:
+                offset, length, _ = group.chunks[chunk]
+                if start <= offset < start + size:
+                    chunks[chunk] = data[offset - start : offset - start + length]
+        for chunk, data in chunks.items():
+            check_chunk(record, row_group, chunk, data, uri)
+        return RowGroup(
+            record=record,
+            first_row=group.first_row,
+            heads=read_head(chunks[0], group.rows),
+            cells={
+                column: read_cells(chunks[chunk], group.rows)
+                for column, chunk in zip(self._columns, self._chunks[1:], strict=True)
+            },
+        )
+
+    def _read(self, record: ShardRecord, start: int, data: memoryview) -> None:
+        try:
+            self._dataset.store.read_into(record.object, start, data)
+        except (ObjectNotFound, ObjectTruncated) as error:
+            raise ShardCorrupt(
+                f"shard {record.shard} of {self._dataset.uri}: {error}; {mend(self._dataset.uri)}"
+            ) from None

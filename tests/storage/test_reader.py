@@ -1,0 +1,236 @@
+"""The reader gives what was written, row by row, in bounded memory; nothing corrupt ever becomes a tensor."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_core.configuration import UserError
+from dflash_core.packing import pack_tokens, plan_epoch
+from storage.codec import parse_codec
+from storage.dataset import Dataset, ShardCorrupt, open_dataset
+from storage.fetch import GroupFetcher, GroupKey
+from storage.objects import StoreError
+from storage.reader import ReaderConfig, RowReader
+from tests.storage.made import (
+    WIDTH,
+    capture,
+    made_dataset,
+    made_samples,
+    made_spec,
+    made_states,
+    write_missing,
+)
+
+ROW_TOKENS = 64
+CODECS = ["lossless", "fp8", "tolerance=0.1", "tolerance=0.3"]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Codec -> folder of a finished data set; read only."""
+    folders = {}
+    for codec in CODECS:
+        dataset = made_dataset(tmp_path_factory.mktemp("store"), made_spec(codec), made_samples(25))
+        write_missing(dataset)
+        folders[codec] = Path(dataset.uri.removeprefix("file://"))
+    return folders
+
+
+def copied(stores: dict[str, Path], codec: str, tmp_path: Path) -> Dataset:
+    """A data set of one's own, to damage."""
+    return open_dataset(shutil.copytree(stores[codec], tmp_path / stores[codec].name))
+
+
+def object_of(dataset: Dataset, shard: int) -> Path:
+    return Path(dataset.uri.removeprefix("file://")) / dataset.record(shard).object
+
+
+def planned_rows(dataset: Dataset, seed: int = 0) -> list[np.ndarray | None]:
+    index = dataset.index
+    groups = index.shard_N.astype(np.int64) * 1000 + index.row_group_N
+    return list(plan_epoch(index.tokens_N, seed=seed, epoch=0, row_tokens=ROW_TOKENS, group_S=groups))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("columns", [(1, 3, 5), (5, 1)])
+def test_rows_hold_the_states_of_their_samples(
+    stores: dict[str, Path], codec: str, columns: tuple[int, ...]
+) -> None:
+    dataset = open_dataset(stores[codec])
+    names = [f"layer_{i:03d}" for i in columns]
+    samples = {s.sample_id: s for shard in range(len(dataset.plan.shards)) for s in dataset.samples(shard)}
+    scales = dataset.scales() or {}
+    rows = [*planned_rows(dataset), None, np.zeros(0, np.int64), np.array([3])]
+    read = 0
+    with RowReader(dataset, names, rows, row_tokens=ROW_TOKENS, device="cpu") as reader:
+        for row, (packed, states_CE) in zip(rows, reader, strict=True):
+            read += 1
+            assert reader.rows_read == read
+            chosen = [] if row is None else [samples[dataset.index.sample_ids[i].as_py()] for i in row]
+            expected = pack_tokens(chosen, ROW_TOKENS)
+            for field in ("token_ids_C", "loss_mask_C", "document_C", "position_C", "starts_N"):
+                assert np.array_equal(getattr(packed, field), getattr(expected, field))
+            assert packed.sample_ids == expected.sample_ids
+            assert states_CE.shape == (ROW_TOKENS, len(names) * WIDTH) and states_CE.dtype == torch.bfloat16
+            assert not states_CE[packed.num_tokens :].any()
+            for i, sample in enumerate(chosen):
+                span = slice(int(packed.starts_N[i]), int(packed.starts_N[i + 1]))
+                made = made_states(sample, dataset.columns)
+                for j, name in enumerate(names):
+                    got = states_CE[span, j * WIDTH : (j + 1) * WIDTH]
+                    if codec == "lossless":
+                        assert torch.equal(got, made[name])
+                    elif name in scales:
+                        error = ((got.float() - made[name].float()) / scales[name]).square().mean().sqrt()
+                        assert error < 1.5 * parse_codec(codec).tolerance
+    assert read == len(rows)
+    assert {i for row in rows[:-1] if row is not None for i in row} == set(range(len(samples)))
+
+
+def test_memory_and_threads_do_not_change_what_is_read(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["tolerance=0.1"])
+    rows = planned_rows(dataset)
+    seen = []
+    for config in (
+        ReaderConfig(threads=1, fetch_threads=1, prefetch_bytes=1),
+        ReaderConfig(threads=3, fetch_threads=2, prefetch_bytes=20_000),
+        ReaderConfig(threads=8),
+    ):
+        with RowReader(
+            dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device="cpu", config=config
+        ) as reader:
+            seen.append([(packed.sample_ids, states_CE.clone()) for packed, states_CE in reader])
+    for other in seen[1:]:
+        for (ids, states), (other_ids, other_states) in zip(seen[0], other, strict=True):
+            assert ids == other_ids and torch.equal(states, other_states)
+
+
+def test_a_row_stays_as_it_is_until_the_next_is_asked_for(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["lossless"])
+    with RowReader(
+        dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"
+    ) as reader:
+        for _, states_CE in reader:
+            copy = states_CE.clone()
+            threading.Event().wait(0.02)
+            assert torch.equal(copy, states_CE)
+
+
+def test_a_reader_that_starts_late_gives_the_rest(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["lossless"])
+    rows = planned_rows(dataset)
+    whole = [s.clone() for _, s in RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cpu")]
+    rest = [s.clone() for _, s in RowReader(dataset, dataset.columns, rows[3:], row_tokens=64, device="cpu")]
+    assert all(torch.equal(a, b) for a, b in zip(whole[3:], rest, strict=True))
+
+
+def test_leaving_early_stops_every_thread(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["lossless"])
+    before = threading.active_count()
+    for rows_taken in (0, 1, 3):
+        reader = RowReader(
+            dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"
+        )
+        for _ in range(rows_taken):
+            next(reader)
+        reader.close()
+        reader.close()
+        assert threading.active_count() == before
+        with pytest.raises(StopIteration):
+            next(reader)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "tolerance=0.1"])
+def test_a_flipped_byte_never_becomes_a_tensor(stores: dict[str, Path], tmp_path: Path, codec: str) -> None:
+    dataset = copied(stores, codec, tmp_path)
+    record, path = dataset.record(1), object_of(dataset, 1)
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    for group in record.row_groups:
+        at = int(random.integers(group.offset, group.offset + group.size))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(ShardCorrupt, match=r"shard 1 .*rows \d+.*dflash shards repair"):
+            for _ in RowReader(
+                dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"
+            ):
+                pass
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ShardCorrupt, match=r"shard 1 .*dflash shards repair"):
+        list(RowReader(dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"))
+    path.unlink()
+    with pytest.raises(ShardCorrupt, match=r"shard 1 .*dflash shards repair"):
+        list(RowReader(dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"))
+
+
+def test_rows_before_the_corrupt_one_are_still_read(stores: dict[str, Path], tmp_path: Path) -> None:
+    dataset = copied(stores, "lossless", tmp_path)
+    rows = [np.array([0]), np.array([1]), np.array([len(dataset.index) - 1])]
+    last = int(dataset.index.shard_N[-1])
+    record, path = dataset.record(last), object_of(dataset, last)
+    data = bytearray(path.read_bytes())
+    for group in record.row_groups:
+        data[group.offset + group.size - 1] ^= 1
+    path.write_bytes(bytes(data))
+    reader = RowReader(dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device="cpu")
+    next(reader)
+    next(reader)
+    with pytest.raises(ShardCorrupt):
+        next(reader)
+
+
+def test_mistakes_are_named(stores: dict[str, Path], tmp_path: Path) -> None:
+    dataset = open_dataset(stores["lossless"])
+    with pytest.raises(UserError, match="does not hold layer_002"):
+        RowReader(dataset, ["layer_001", "layer_002"], [], row_tokens=ROW_TOKENS, device="cpu")
+    too_long = [np.arange(20)]
+    with pytest.raises(UserError, match="do not fit"):
+        list(RowReader(dataset, dataset.columns, too_long, row_tokens=ROW_TOKENS, device="cpu"))
+    unscaled = made_dataset(tmp_path / "b", made_spec("lossless"), made_samples(3))
+    with pytest.raises((UserError, StoreError), match="not extracted yet"):
+        list(RowReader(unscaled, unscaled.columns, [np.array([0])], row_tokens=ROW_TOKENS, device="cpu"))
+
+
+def test_fetching_holds_no_more_than_it_may_and_reads_a_shared_group_once(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["lossless"])
+    reads: list[tuple[str, int]] = []
+    read_into = dataset.store.read_into
+
+    def counted(key: str, start: int, buffer: memoryview) -> None:
+        reads.append((key, start))
+        read_into(key, start, buffer)
+
+    dataset.store.read_into = counted  # type: ignore[method-assign]
+    keys = [GroupKey(shard, group) for shard in range(3) for group in range(2)]
+    sizes = {key: dataset.record(key.shard).row_groups[key.row_group].size for key in keys}
+    limit = sum(sizes[key] for key in keys[:3])
+
+    def uses() -> Iterator[GroupKey]:
+        for key in keys:
+            yield from (key, key)
+
+    fetcher = GroupFetcher(dataset, dataset.columns, uses(), threads=2, limit_bytes=limit)
+    held: list[GroupKey] = []
+    for key in [key for key in keys for _ in range(2)]:
+        fetched = fetcher.take(must=False)
+        while fetched is None:
+            fetcher.release(held.pop(0))
+            fetched = fetcher.take(must=not held)
+        assert fetched.result().record.shard == key.shard
+        held.append(key)
+        assert fetcher.held_bytes <= limit
+    fetcher.close()
+    assert len(reads) == len(set(reads)) == len(keys)
+
+
+def test_capture_helper_is_what_the_writer_stored(stores: dict[str, Path]) -> None:
+    """Guards the comparison above: the made-up states are not all equal."""
+    dataset = open_dataset(stores["lossless"])
+    states = capture(dataset.samples(0)[0], dataset).states
+    assert not torch.equal(states[dataset.columns[0]], states[dataset.columns[1]])
