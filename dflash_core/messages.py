@@ -39,13 +39,14 @@ class ChatError(ValueError):
         self.reason, self.detail, self.unusable = reason, detail, unusable
 
 
-def normalise(record: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def normalise(record: Any, *, to_answer: bool = False) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Return (messages, tools) of a record in `messages` form or in ShareGPT form (`conversations`).
 
     Each message has "role" (one of ROLES) and "content" (text), and where the record has them
     "reasoning_content", "tool_calls" (arguments as objects), "tool_call_id", "name", "supervised".
-    Raise ChatError when the record has neither form, an unknown role, content that is not text, or no
-    assistant turn.
+    With `to_answer`, a chat that ends with a question (or tool result) gets an empty assistant turn: the
+    place of the answer. Raise ChatError when the record has neither form, an unknown role, content that is
+    not text, or no assistant turn.
     """
     if not isinstance(record, dict):
         raise ChatError("not an object", f"a record must be a JSON object, this is a {type(record).__name__}")
@@ -53,6 +54,8 @@ def normalise(record: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
     messages = [_message(turn, position) for position, turn in enumerate(turns)]
     if isinstance(record.get("system"), str) and record["system"] and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": record["system"]})
+    if to_answer and messages[-1]["role"] in ("user", "tool"):
+        messages.append({"role": "assistant", "content": ""})
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("no assistant turn", f"roles are {[message['role'] for message in messages]}")
     return messages, _tools(record)

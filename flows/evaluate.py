@@ -133,7 +133,7 @@ def read_prompts(source: str, encoder: ChatEncoder, config: EvaluateConfig) -> l
 def _prompts(source: str, encoder: ChatEncoder, longest: int) -> Iterator[list[int]]:
     for record, _ in read_chats(source):
         try:
-            messages, tools = normalise(_with_answer(record))
+            messages, tools = normalise(record, to_answer=True)
             roles = [message["role"] for message in messages]
             last = len(roles) - 1 - roles[::-1].index("assistant")
             ids = encoder.prompt_ids(messages[:last], tools)
@@ -141,16 +141,6 @@ def _prompts(source: str, encoder: ChatEncoder, longest: int) -> Iterator[list[i
             continue
         if "user" in roles[:last] and len(ids) <= longest:
             yield ids
-
-
-def _with_answer(record: dict[str, Any]) -> dict[str, Any]:
-    """A chat that ends with a question gets an answer, which nobody reads: `normalise` wants one."""
-    for key in ("messages", "conversations"):
-        turns = record.get(key)
-        if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
-            asked = turns[-1].get("role", turns[-1].get("from")) in ("user", "human")
-            return {**record, key: [*turns, {"role": "assistant", "content": "?"}]} if asked else record
-    return record
 
 
 def measure(

@@ -172,7 +172,7 @@ def _write_part(
 def _conversation(record: dict[str, Any], where: str) -> Conversation:
     if isinstance(record, UnreadableRecord):
         raise ChatError("not JSON", record.error)
-    messages, tools = normalise(record)
+    messages, tools = normalise(record, to_answer=True)
     return Conversation(record_id(record, messages), where, messages, tools)
 
 
