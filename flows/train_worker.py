@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def train(job: TrainJob, folder: Path, world: World) -> None:
     Raises UserError for what the user can mend; NonFiniteError naming step, shards and samples.
     """
     training = job.config.training
+    torch.manual_seed(training.seed)
     stop = StopRequest()
     watch = Watch.from_environment().start()
     dataset = open_dataset(job.dataset)
@@ -75,6 +77,7 @@ def train(job: TrainJob, folder: Path, world: World) -> None:
     with TrainLog(folder, first=world.is_first, settings=settings, start_step=trainer.optimizer_step) as out:
         out.event(
             "started",
+            pid=os.getpid(),
             optimizer_step=trainer.optimizer_step,
             total_steps=data.total_steps(),
             samples=len(data.training_samples),
@@ -121,7 +124,7 @@ class TrainLoop:
             local_step += 1
             place = self._data.after(here)
             if report is not None and report.stop:
-                self._settle()
+                self._read_metrics(place)
                 self._save(place, score=None)
                 return False
             self._between_steps(place)

@@ -1,0 +1,276 @@
+"""One rank's main loop on a real small data set: it learns, validates, stops, resumes bit for bit, and
+exports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config
+
+from dflash_core.configuration import UserError
+from dflash_core.distributed import World
+from dflash_core.export import load_exported
+from dflash_core.training import NonFiniteError
+from flows.config import TrainConfig
+from flows.ranks import run_ranks
+from flows.train_data import StepPlace, TrainingData
+from flows.train_worker import TrainJob, train
+from storage.checkpoints import Checkpoints
+from storage.dataset import Dataset, open_dataset
+from storage.objects import open_store
+from tests.storage.made import TARGET, VOCABULARY, WIDTH, made_dataset, made_samples, made_spec, write_missing
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """60 samples, sealed."""
+    folder = tmp_path_factory.mktemp("data")
+    target = TARGET.model_copy(update={"mask_token_id": VOCABULARY - 1})
+    made = made_dataset(folder, made_spec("lossless", target=target), made_samples(60))
+    write_missing(made, folder)
+    return open_dataset(made.uri)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Config, embedding and head of a target of the data set's shape."""
+    folder = tmp_path_factory.mktemp("target")
+    Qwen3Config(hidden_size=WIDTH, vocab_size=VOCABULARY, num_hidden_layers=6).save_pretrained(folder)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    torch.manual_seed(0)
+    save_file({name: torch.randn(VOCABULARY, WIDTH) for name in names}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums must not depend on the number of threads, and SIGTERM must end pytest again afterwards."""
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def make_job(dataset: Dataset, target: str, folder: Path, **training: Any) -> TrainJob:
+    values: dict[str, Any] = {
+        "row_tokens": 64,
+        "anchors_per_row": 12,
+        "rows_per_step": 2,
+        "max_steps": 12,
+        "compute_dtype": "float32",
+        "loss": {"gamma": 3.0},
+        "optimizer": {"learning_rate": 3e-3, "ema_decay": 0.9},
+        "validation_fraction": 0.2,
+        "validate_every": 6,
+        "checkpoint_every": 5,
+        "log_every": 1,
+    }
+    shape = {"block_size": 4, "num_layers": 2, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
+    config = TrainConfig.model_validate(
+        {
+            "dataset": dataset.uri,
+            "target": target,
+            "output": str(folder),
+            "drafter": shape | {"head_dim": 8},
+            "training": values | training,
+            "cpu_ranks": 1,
+        }
+    )
+    drafter = config.drafter.for_target(dataset.spec.target, dataset.spec.capture)
+    return TrainJob(config=config, drafter=drafter, dataset=dataset.uri, export=str(folder / "drafter"))
+
+
+def run_here(job: TrainJob) -> None:
+    folder = Path(job.config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    train(job, folder, ALONE)
+
+
+def metrics(job: TrainJob) -> list[dict[str, Any]]:
+    lines = (Path(job.config.output) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def last_state(job: TrainJob) -> dict[str, torch.Tensor]:
+    checkpoints = Checkpoints(open_store(job.config.output), {}, keep=9)
+    return checkpoints.load(checkpoints.record(checkpoints.steps()[-1]))
+
+
+def write_job(job: TrainJob) -> str:
+    folder = Path(job.config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(job.model_dump_json())
+    return str(folder / "run.json")
+
+
+@pytest.fixture(scope="module")
+def whole(dataset: Dataset, target: str, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
+    """A run from start to end on one rank."""
+    torch.set_num_threads(1)
+    job = make_job(dataset, target, tmp_path_factory.mktemp("whole"))
+    run_here(job)
+    return job
+
+
+def test_a_run_learns_validates_and_exports(whole: TrainJob, dataset: Dataset) -> None:
+    rows = metrics(whole)
+    training = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in training] == list(range(1, 13))
+    assert training[-1]["loss"] < training[0]["loss"]
+    assert training[-1]["total_steps"] == 12 and training[0]["learning_rate"] > 0
+    validation = [row for row in rows if "validation/acceptance_length" in row]
+    assert [row["step"] for row in validation] == [6, 12]
+    checkpoints = Checkpoints(open_store(whole.config.output), {}, keep=9)
+    assert checkpoints.steps() == [6, 10, 12]
+    best = checkpoints.best()
+    assert best is not None and best.score == max(r["validation/acceptance_length"] for r in validation)
+    drafter = load_exported(Path(whole.export), target=dataset.spec.target, dtype=torch.float32)
+    saved = checkpoints.load(checkpoints.record(best.optimizer_step))
+    assert torch.equal(drafter.fc.weight.bfloat16(), saved["optimizer/ema/fc.weight"].bfloat16())
+    assert list((Path(whole.config.output) / "tensorboard").iterdir())
+
+
+def test_a_finished_run_is_not_repeated(whole: TrainJob) -> None:
+    before = metrics(whole)
+    run_here(whole)
+    assert metrics(whole) == before
+
+
+def test_stopped_and_resumed_equals_uninterrupted(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path / "stopped")
+    heard: list[dict[str, Any]] = []
+
+    def on_message(message: dict[str, Any]) -> None:
+        heard.append(message)
+        if message["kind"] == "metrics" and message["step"] == 3:
+            os.kill(next(m["pid"] for m in heard if m["kind"] == "started"), signal.SIGTERM)
+
+    run_ranks(
+        "flows.train_worker",
+        [write_job(job)],
+        ranks=1,
+        environment={"OMP_NUM_THREADS": "1"},
+        on_message=on_message,
+    )
+    finished = next(m for m in heard if m["kind"] == "finished")
+    assert finished["stopped"] and 3 <= finished["optimizer_step"] < 12
+    assert not Path(job.export).exists()
+    run_here(job)
+    expected, found = last_state(whole), last_state(job)
+    assert expected.keys() == found.keys() and len(expected) > 50
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    losses = [(row["step"], row["loss"]) for row in metrics(job) if "loss" in row]
+    assert losses == [(row["step"], row["loss"]) for row in metrics(whole) if "loss" in row]
+
+
+def test_two_ranks_continue_what_one_began(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path / "ranks")
+    store, source = open_store(job.config.output), open_store(whole.config.output)
+    for info in list(source.list("checkpoints/step-00000006")):
+        store.put_bytes(info.key, source.get(info.key))
+    heard: list[dict[str, Any]] = []
+    run_ranks(
+        "flows.train_worker",
+        [write_job(job)],
+        ranks=2,
+        environment={"OMP_NUM_THREADS": "1"},
+        on_message=heard.append,
+    )
+    assert any("with 2 ranks instead of 1" in m.get("text", "") for m in heard)
+    expected = {row["step"]: row for row in metrics(whole) if "loss" in row}
+    found = {row["step"]: row for row in metrics(job) if "loss" in row}
+    assert list(found) == list(range(7, 13))
+    for step, row in found.items():
+        assert row["loss"] == pytest.approx(expected[step]["loss"], rel=1e-4)
+        assert row["blocks"] == expected[step]["blocks"]
+        assert row["context_tokens"] == expected[step]["context_tokens"]
+
+
+def test_another_configuration_is_refused(whole: TrainJob, dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path(whole.config.output), seed=1)
+    with pytest.raises(UserError, match=r"training.seed: 0 -> 1"):
+        run_here(job)
+    run_here(make_job(dataset, target, Path(whole.config.output), log_every=3))
+
+
+def test_a_run_that_explodes_names_step_shards_and_samples(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    optimizer = {"learning_rate": 1e30, "clip_norm": None, "warmup_fraction": 0.0}
+    job = make_job(dataset, target, tmp_path, optimizer=optimizer, log_every=100)
+    with pytest.raises(NonFiniteError, match=r"optimizer step \d+ .*shards \d.*; samples chat-"):
+        run_here(job)
+
+
+def test_each_sample_is_seen_once_an_epoch_whatever_the_ranks(dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path("nowhere"))
+    seen = []
+    for size in (1, 3):
+        world_seen: list[str] = []
+        for rank in range(size):
+            world = World(rank=rank, size=size, device=torch.device("cpu"))
+            data = TrainingData(dataset, job.drafter, job.config.training, world)
+            steps = data.steps(StepPlace(epoch=0, step_in_epoch=0), data.steps_in_epoch(0))
+            for _, rows in steps:
+                world_seen += [name for row in rows for name in row.batch.sample_ids]
+        expected = [dataset.index.sample_ids[int(i)].as_py() for i in data.training_samples]
+        assert sorted(world_seen) == sorted(expected)
+        seen.append(sorted(world_seen))
+        held_out = {dataset.index.sample_ids[int(i)].as_py() for i in data.validation_samples}
+        assert held_out and not held_out & set(world_seen)
+    assert seen[0] == seen[1]
+
+
+def test_rows_hold_the_states_of_their_samples(dataset: Dataset, target: str) -> None:
+    from tests.storage.made import made_states
+
+    job = make_job(dataset, target, Path("nowhere"))
+    data = TrainingData(dataset, job.drafter, job.config.training, ALONE)
+    samples = {s.sample_id: s for p in dataset.plan.shards for s in dataset.samples(p.shard)}
+    for row in data.validation_rows():
+        at = 0
+        for name in row.batch.sample_ids:
+            sample = samples[name]
+            states = made_states(sample, dataset.columns)
+            expected = torch.cat([states[c] for c in dataset.columns], dim=1)
+            assert torch.equal(row.taps_CE[at : at + sample.num_tokens], expected)
+            at += sample.num_tokens
+        assert row.batch.num_tokens == at and not row.taps_CE[at:].any()
+
+
+def test_too_long_samples_and_missing_taps_are_refused(dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path("nowhere"), row_tokens=16)
+    with pytest.raises(
+        UserError, match=r"sample chat-\d+ has \d+ tokens, more than training.row_tokens = 16"
+    ):
+        TrainingData(dataset, job.drafter, job.config.training, ALONE)
+    job = make_job(dataset, target, Path("nowhere"), loss={"gamma": 3.0, "kl_weight": 0.5})
+    with pytest.raises(UserError, match="last hidden state"):
+        TrainingData(dataset, job.drafter, job.config.training, ALONE)
+    drafter = job.drafter.model_copy(update={"tap_layer_ids": (1, 2)})
+    with pytest.raises(UserError, match="layer_002"):
+        TrainingData(dataset, drafter, job.config.training, ALONE)
+
+
+def test_total_steps_counts_epochs(dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path("nowhere"), max_steps=None, epochs=2)
+    data = TrainingData(dataset, job.drafter, job.config.training, ALONE)
+    rows = [len(data.epoch_rows(e)) for e in (0, 1)]
+    assert data.total_steps() == sum(int(np.ceil(n / 2)) for n in rows)
