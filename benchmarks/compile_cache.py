@@ -1,7 +1,7 @@
-"""Times the start of training with and without a compile artifact, on the trainer's own step, and prints JSON.
+"""Times the start of training with and without a compile artifact, with the trainer's own step; prints JSON.
 
     python benchmarks/compile_cache.py --setting 27B --gpus 0
-    python benchmarks/compile_cache.py --setting 27B --gpus 0,1     # built on the first GPU, restored for both
+    python benchmarks/compile_cache.py --setting 27B --gpus 0,1     # built on the first, restored for both
 
 Four starts of real ranks, each in fresh processes, with a folder as the object store:
     cold        empty store, empty machine: compile, pack, publish
