@@ -318,6 +318,8 @@ def documents_delta_rule(
         return chunk_gated_delta_rule(*inputs, cu_seqlens=batch.bounds_B1)[0][0]
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+    # Not every version of the reference shares a key head among several value heads by itself.
+    q, k = (part.repeat_interleave(v.shape[1] // part.shape[1], dim=1) for part in (q, k))
     outputs = []
     for start, stop in zip(batch.bounds, batch.bounds[1:], strict=False):
         inputs = [part[None, start:stop] for part in (q, k, v)]
