@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash_core.packed_body import PackedBody, pack
+from dflash_core.packed_body import PackedBody, pack, send
 from dflash_core.records import LAST_HIDDEN, CaptureSpec, Sample, tap_column
 
 
@@ -39,7 +39,7 @@ def right_pad(batch: Sequence[Sample], device: torch.device) -> torch.Tensor:
     ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
     for row, sample in enumerate(batch):
         ids_BT[row, : sample.num_tokens] = torch.from_numpy(sample.token_ids_T)
-    return ids_BT.to(device, non_blocking=True)
+    return send(ids_BT, device)
 
 
 class TapRecorder:

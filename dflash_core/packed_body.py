@@ -68,11 +68,14 @@ class PackedBatch:
     """int32 place of each token in its document."""
     bounds_B1: Tensor
     """int32 first token of each document, and N."""
+    host_bounds_B1: Tensor
+    """The same on the host: nothing then has to wait for the device."""
     bounds: list[int]
-    """The same on the host."""
+    """The same as numbers."""
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest document."""
         return max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
 
 
@@ -86,9 +89,19 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
     for sample, start in zip(samples, bounds, strict=False):
         ids_N[start : start + sample.num_tokens] = sample.token_ids_T
     position_N = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    on_device = [torch.from_numpy(array).to(device) for array in (ids_N, position_N)]
-    bounds_B1 = torch.tensor(bounds, dtype=torch.int32).to(device)
-    return PackedBatch(on_device[0], on_device[1], bounds_B1, bounds)
+    host_bounds_B1 = torch.tensor(bounds, dtype=torch.int32)
+    return PackedBatch(
+        ids_N=send(torch.from_numpy(ids_N), device),
+        position_N=send(torch.from_numpy(position_N), device),
+        bounds_B1=send(host_bounds_B1, device),
+        host_bounds_B1=host_bounds_B1,
+        bounds=bounds,
+    )
+
+
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for what runs there."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class PackedBody:
@@ -315,7 +328,8 @@ def documents_delta_rule(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         inputs = [part[None] for part in (q, k, v, g, beta)]
-        return chunk_gated_delta_rule(*inputs, cu_seqlens=batch.bounds_B1)[0][0]
+        bounds = {"cu_seqlens": batch.bounds_B1, "cu_seqlens_cpu": batch.host_bounds_B1}
+        return chunk_gated_delta_rule(*inputs, **bounds)[0][0]
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     # Not every version of the reference shares a key head among several value heads by itself.
