@@ -42,8 +42,10 @@ class StoreConfig(Config):
     """Size of one part of a multipart upload, and of one request of a parallel read."""
     threads: int = 4
     """Parts of one object in flight at a time."""
-    attempts: int = 8
-    """Tries of a request that the server or the network failed (5xx, SlowDown, cut connection)."""
+    attempts: int = 12
+    """Tries of a request that the server or the network failed (5xx, SlowDown, cut): about a minute."""
+    patience: float = 120.0
+    """Seconds that reads and parts of uploads are begun again, after those tries, while nothing arrives."""
     connect_timeout: float = 10.0
     """Seconds."""
     read_timeout: float = 60.0
@@ -73,6 +75,9 @@ class Store(Protocol):
     def put_file(self, key: str, source: Path | BinaryIO, *, overwrite: bool = False) -> None:
         """Publish a file (a path, or an open binary file with a descriptor) whole or not at all.
 
+        Of several that create one key at once, one wins, as far as the server keeps that promise: AWS does;
+        SeaweedFS 4.48 was seen to let several multipart uploads win, the last one's content staying. So give
+        large objects names that carry their content's hash, and let a small object say which one counts.
         Raises ObjectExists when the key is taken and not `overwrite`; StoreError otherwise.
         """
 
@@ -140,11 +145,12 @@ def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
             raise StoreError(f"{text}: write file:///absolute/path (three slashes)")
         return LocalStore(Path(unquote(parts.path)))
     if parts.scheme == "s3":
+        config = config or StoreConfig()
         if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", parts.netloc):
             raise StoreError(f"{text}: write s3://bucket/prefix; {parts.netloc!r} is no name of a bucket")
-        return S3Store(
-            _connect(config or StoreConfig()), parts.netloc, text.split("://", 1)[1].partition("/")[2]
-        )
+        connection = _connect(config)
+        _greet(connection, parts.netloc)
+        return S3Store(connection, parts.netloc, text.split("://", 1)[1].partition("/")[2])
     raise StoreError(f"{text}: a store is a local path, file:///path or s3://bucket/prefix")
 
 
@@ -200,6 +206,10 @@ class _Connection:
     """One boto3 client and what is needed to speak of its errors without its secrets."""
 
     client: Any
+    greeter: Any
+    """Another client, without patience."""
+    greeted: set[str]
+    """Buckets whose server has answered."""
     config: StoreConfig
     checksum: str | None
     secrets: tuple[str, ...]
@@ -211,6 +221,33 @@ def _connect(config: StoreConfig) -> _Connection:
     return _new_connection(config, os.getpid(), tuple(found))
 
 
+def _greet(connection: _Connection, bucket: str) -> None:
+    """Fail within seconds when there is no server: a minute's patience would hide a wrong address."""
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, NoCredentialsError
+
+    if bucket in connection.greeted:
+        return
+    for wait in (0.2, 1.0, 2.0, None):
+        try:
+            connection.greeter.head_bucket(Bucket=bucket)
+        except ClientError:  # an answer; what it forbids, the request that needs it will say
+            pass
+        except NoCredentialsError:
+            raise StoreError(
+                f"s3://{bucket}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ) from None
+        except (ConnectionError, HTTPClientError) as error:
+            if wait is not None:
+                time.sleep(wait)
+                continue
+            raise StoreError(
+                f"s3://{bucket}: no answer from {connection.client.meta.endpoint_url} "
+                f"({type(error).__name__}); check AWS_ENDPOINT_URL and the server"
+            ) from None
+        connection.greeted.add(bucket)
+        return
+
+
 @lru_cache(maxsize=8)
 def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[str, str], ...]) -> _Connection:
     """Make a client. Payloads are unsigned, the checksum guards them: signing would hash every byte."""
@@ -220,11 +257,11 @@ def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[st
     session = boto3.session.Session()
     region = session.region_name or "us-east-1"
 
-    def client(style: str) -> Any:
+    def client(style: str, attempts: int) -> Any:
         settings = BotoConfig(
             signature_version="s3v4",
             s3={"addressing_style": style, "payload_signing_enabled": False},
-            retries={"mode": "standard", "max_attempts": config.attempts},
+            retries={"mode": "standard", "max_attempts": attempts},
             connect_timeout=config.connect_timeout,
             read_timeout=config.read_timeout,
             max_pool_connections=64,
@@ -235,15 +272,25 @@ def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[st
             return session.client("s3", region_name=region, config=settings)
 
     ours = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & dict(variables).keys()
-    made = client("path" if ours else "auto")
-    if not ours and ".amazonaws.com" not in made.meta.endpoint_url:  # an endpoint from a profile
-        made = client("path")
+    style = "path" if ours else "auto"
+    greeter = client(style, 1)
+    if not ours and ".amazonaws.com" not in greeter.meta.endpoint_url:  # an endpoint from a profile
+        style = "path"
+        greeter = client(style, 1)
+    made = client(style, config.attempts)
     wanted = made.meta.config.request_checksum_calculation != "when_required"
     name = "CRC64NVME" if importlib.util.find_spec("awscrt") else "CRC32"
     credentials = session.get_credentials()
     frozen = credentials.get_frozen_credentials() if credentials else ()
     secrets = tuple(secret for secret in frozen if isinstance(secret, str) and secret)
-    return _Connection(client=made, config=config, checksum=name if wanted else None, secrets=secrets)
+    return _Connection(
+        client=made,
+        greeter=greeter,
+        greeted=set(),
+        config=config,
+        checksum=name if wanted else None,
+        secrets=secrets,
+    )
 
 
 _MISSING = {"NoSuchKey", "404", "NotFound"}
@@ -252,12 +299,12 @@ _REFUSED = {"AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "Signature
 
 
 def _code(error: Exception) -> str:
-    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+    return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 
 def _tries_before(error: Exception) -> int:
     """How often botocore repeated the request: if it did, the first try may have succeeded."""
-    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("RetryAttempts", 0))
+    return int((getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("RetryAttempts", 0))
 
 
 @contextmanager
@@ -291,19 +338,19 @@ def _our_error(code: str, what: str, text: str) -> StoreError:
     return StoreError(f"{what} failed: {text}")
 
 
-class _BodyCut(Exception):
-    """A response began well and its body did not arrive whole; botocore does not repeat such a request."""
+class _Interrupted(Exception):
+    """The network failed more often than botocore tries, or in the body of an answer, where it never does."""
 
 
 @contextmanager
-def _cut_bodies() -> Iterator[None]:
-    from botocore.exceptions import HTTPClientError, IncompleteReadError
+def _interruptions() -> Iterator[None]:
+    from botocore.exceptions import ConnectionError, HTTPClientError, IncompleteReadError
     from urllib3.exceptions import HTTPError
 
     try:
         yield
-    except (IncompleteReadError, HTTPClientError, HTTPError, EOFError, OSError) as error:
-        raise _BodyCut(type(error).__name__) from None
+    except (ConnectionError, HTTPClientError, IncompleteReadError, HTTPError, EOFError, OSError) as error:
+        raise _Interrupted(type(error).__name__) from None
 
 
 class S3Store:
@@ -370,9 +417,8 @@ class S3Store:
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
             body = os.pread(descriptor, min(part_bytes, size - offset), offset)
-            answer = self._client.upload_part(
-                **where, UploadId=upload, PartNumber=number, Body=body, **checksum
-            )
+            part = {"UploadId": upload, "PartNumber": number, "Body": body, **checksum}
+            answer = self._patiently("uploading", key, lambda: self._client.upload_part(**where, **part))
             sums = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
             return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
@@ -436,11 +482,9 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         def read() -> bytes:
-            body = self._client.get_object(**self._where(key))["Body"]
-            with _cut_bodies():
-                return cast(bytes, body.read())
+            return cast(bytes, self._client.get_object(**self._where(key))["Body"].read())
 
-        return cast(bytes, self._patiently(key, read, lambda: 0))
+        return cast(bytes, self._patiently("reading", key, read))
 
     def get_range(self, key: str, start: int, size: int) -> bytes:
         buffer = bytearray(size)
@@ -466,31 +510,34 @@ class S3Store:
             if answer["ContentLength"] < len(buffer) - done:
                 raise ObjectTruncated(f"reading {self.uri}/{key}: the object is shorter than it should be")
             body = answer["Body"]
-            with _cut_bodies():
-                while done < len(buffer):
-                    got = body.readinto(buffer[done:])
-                    if not got:
-                        raise EOFError("the body ended early")
-                    done += got
-                body.close()
+            while done < len(buffer):
+                got = body.readinto(buffer[done:])
+                if not got:
+                    raise EOFError("the body ended early")
+                done += got
+            body.close()
 
         if len(buffer):
-            self._patiently(key, read, lambda: done)
+            self._patiently("reading", key, read, lambda: done)
 
-    def _patiently(self, key: str, read: Callable[[], Any], progress: Callable[[], int]) -> Any:
-        """Repeat a read whose body was cut; tries count only while nothing arrives."""
-        tries, before = 0, progress()
-        with self._translated("reading", key):
+    def _patiently(
+        self, doing: str, key: str, call: Callable[[], Any], progress: Callable[[], int] = lambda: 0
+    ) -> Any:
+        """Begin a request again when the network fails it, until nothing arrives for `patience` seconds."""
+        since, before, wait = time.monotonic(), progress(), 0.05
+        with self._translated(doing, key):
             while True:
                 try:
-                    return read()
-                except _BodyCut as error:
-                    tries = 0 if progress() > before else tries + 1
-                    before = progress()
-                    if tries >= self._config.attempts:
-                        text = f"reading {self.uri}/{key}: the connection was cut {tries} times"
-                        raise StoreError(f"{text} ({error})") from None
-                    time.sleep(min(0.1 * 2**tries, 5.0))
+                    with _interruptions():
+                        return call()
+                except _Interrupted as error:
+                    if progress() > before:
+                        since, before, wait = time.monotonic(), progress(), 0.05
+                    elif time.monotonic() - since > self._config.patience:
+                        text = f"{doing} {self.uri}/{key}: the connection failed again and again"
+                        raise StoreError(f"{text} ({error}); check the network and the server") from None
+                    time.sleep(wait)
+                    wait = min(2 * wait, 5.0)
 
     def open(self, key: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(RangeFile(self, key), 1 << 18))

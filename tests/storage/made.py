@@ -1,4 +1,4 @@
-"""Small made-up data sets: samples, states that are a function of the tokens, and how a worker writes them."""
+"""Small made-up data sets: samples, states that follow from the tokens, and how a worker writes them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def made_samples(count: int, longest: int = 40, seed: int = 0) -> list[Sample]:
 
 
 def made_states(sample: Sample, columns: Iterable[str]) -> dict[str, torch.Tensor]:
-    """bf16 [T, WIDTH] per column, a function of the tokens; a loud channel and a loud token, as in real ones."""
+    """bf16 [T, WIDTH] per column, a function of the tokens; with a loud channel and a loud token."""
     states = {}
     for number, column in enumerate(columns):
         table = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(number))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,30 +88,6 @@ def test_other_samples_under_the_same_fingerprint_are_noticed(root: Store) -> No
         create_dataset(root, "made", made_spec(), [*samples[:30], None])  # type: ignore[list-item]
     with pytest.raises(DatasetError, match="other samples"):
         create_dataset(root, "made", made_spec(), made_samples(40, seed=1))
-
-
-@pytest.mark.parametrize("moment", [0.05, 0.2, 0.4])
-def test_killed_creation(tmp_path: Path, moment: float) -> None:
-    """SIGKILL at some moment of the stream; the same call finishes it, equal to an undisturbed one."""
-    program = (
-        "import sys, time\nfrom storage.objects import open_store\nfrom storage.dataset import create_dataset\n"
-        "from tests.storage.made import made_samples, made_spec\n"
-        "def slow():\n"
-        "    print('begun', flush=True)\n"
-        "    for sample in made_samples(200):\n        time.sleep(0.003)\n        yield sample\n"
-        "create_dataset(open_store(sys.argv[1]), 'made', made_spec(), slow())\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "killed")],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    ) as worker:
-        assert worker.stdout is not None and worker.stdout.readline()
-        time.sleep(moment)
-        worker.send_signal(signal.SIGKILL)
-    for name in ("killed", "whole"):
-        create_dataset(open_store(tmp_path / name), "made", made_spec(), made_samples(200))
-    assert contents(open_store(tmp_path / "killed")) == contents(open_store(tmp_path / "whole"))
 
 
 def test_ids_twice(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def written(path: Path, group_sizes: list[int], longest: int) -> tuple[list, lis
     random = np.random.default_rng(1)
     records, content = [], []
     with path.open("w+b", buffering=0) as file:
-        shard = ShardFile(file, COLUMNS, {"dflash": "{}"})  # type: ignore[arg-type]
+        shard = ShardFile(file, COLUMNS, {"dflash": "{}"})
         for rows in group_sizes:
             heads = [
                 RowHead(
@@ -66,7 +66,9 @@ def written(path: Path, group_sizes: list[int], longest: int) -> tuple[list, lis
                 )
                 for i in range(rows)
             ]
-            cells = {c: [random.bytes(random.integers(0, longest)) for _ in range(rows)] for c in COLUMNS}
+            cells = {
+                c: [random.bytes(int(random.integers(0, longest))) for _ in range(rows)] for c in COLUMNS
+            }
             offset, size = shard.write_row_group(heads, cells)
             data = memoryview(os.pread(file.fileno(), size, offset))
             records.append(record_row_group(data, offset, 0, rows, 0, len(COLUMNS)))

@@ -1,0 +1,296 @@
+"""Whatever dies, fills up or is cut: what can be read is whole, and a run again ends as an undisturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from storage.dataset import Dataset, open_dataset
+from storage.objects import ObjectExists, ObjectNotFound, Store, StoreConfig, StoreError, open_store
+from storage.verify import orphans, verify_dataset
+from tests.storage.faulty_proxy import Fault, FaultyProxy, Rule, faulty_proxy
+from tests.storage.killable import Workers, workers
+from tests.storage.made import contents, made_dataset, made_samples, made_spec, write_missing
+from tests.storage.seaweed import SeaweedServer
+
+LARGE = random.Random(0).randbytes(12 << 20)
+PATIENT = StoreConfig(part_bytes=5 << 20, attempts=8, read_timeout=1)
+
+
+@pytest.fixture(scope="module")
+def crew(s3: SeaweedServer) -> Iterator[Workers]:
+    with workers(s3.environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    dataset = made_dataset(tmp_path_factory.mktemp("undisturbed"), made_spec(), made_samples(40))
+    write_missing(dataset)
+    return contents(dataset.store)
+
+
+def check_like(dataset: Dataset, undisturbed: dict[str, bytes]) -> None:
+    """Sealed, every byte verified, nothing unread, and equal to a run without faults."""
+    assert dataset.sealed and all(finding.state == "good" for finding in verify_dataset(dataset, "cells"))
+    dataset.store.abort_unfinished()
+    assert not dataset.store.abort_unfinished(dry_run=True)
+    assert not orphans(dataset)
+    assert contents(dataset.store) == undisturbed
+
+
+# Processes that die.
+
+
+@pytest.mark.parametrize("where, kills", [("local", 20), ("s3", 8)])
+def test_workers_killed_at_random_moments(
+    where: str,
+    kills: int,
+    crew: Workers,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    uri = str(tmp_path) if where == "local" else request.getfixturevalue("s3_uri")
+    dataset = made_dataset(uri, made_spec(), made_samples(40))
+    began = time.monotonic()
+    longest = 0.15 if where == "local" else 0.3
+    killed = crew.run_until_done({"do": "write", "store": dataset.uri}, longest, seed=7, kills=kills)
+    assert killed >= 3, (
+        f"only {killed} workers were killed while working, in {time.monotonic() - began:.1f} s"
+    )
+    check_like(open_dataset(dataset.uri), undisturbed)
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_uploads_killed_at_random_moments(
+    where: str, crew: Workers, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The object is absent or whole; what is left over is listed, removed, and does not stand in the way."""
+    uri = str(tmp_path / "store") if where == "local" else request.getfixturevalue("s3_uri")
+    store = open_store(uri)
+    (tmp_path / "large").write_bytes(LARGE)
+    moments = random.Random(3)
+    seen: list[str] = []
+    for number in range(5):
+        task = {"do": "put", "store": uri, "key": f"object-{number}", "file": str(tmp_path / "large")}
+        crew.run(task, kill_after=moments.uniform(0.0, 0.03 if where == "local" else 0.2))
+        assert all(store.get(info.key) == LARGE for info in store.list())
+        seen += store.abort_unfinished()
+        if f"object-{number}" not in {info.key for info in store.list()}:
+            assert crew.run(task) == 0
+        assert store.get(f"object-{number}") == LARGE
+    assert not store.abort_unfinished()
+    assert where == "local" or seen
+
+
+def test_server_killed_while_uploading(s3: SeaweedServer, s3_uri: str, tmp_path: Path) -> None:
+    store = open_store(s3_uri, PATIENT)
+    (tmp_path / "large").write_bytes(LARGE)
+    for number, moment in enumerate((0.03, 0.1, 0.2)):
+        with ThreadPoolExecutor(1) as pool:
+            upload = pool.submit(store.put_file, f"o{number}", tmp_path / "large")
+            time.sleep(moment)
+            s3.kill()
+            s3.start()
+            upload.result()  # the client's own patience outlasts the restart
+        assert store.get(f"o{number}") == LARGE
+    store.abort_unfinished()
+    assert all(store.get(f"o{number}") == LARGE for number in range(3))
+
+
+def test_server_killed_while_a_data_set_is_written(
+    s3: SeaweedServer, s3_uri: str, undisturbed: dict[str, bytes]
+) -> None:
+    dataset = made_dataset(open_store(s3_uri, PATIENT), made_spec(), made_samples(40))
+    failed: list[StoreError] = []
+
+    def work() -> None:
+        while True:
+            try:
+                return write_missing(dataset)
+            except StoreError as error:  # a worker that gave up is started again
+                failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for moment in (0.2, 0.5):
+        time.sleep(moment)
+        s3.kill()
+        s3.start()
+    thread.join()
+    check_like(open_dataset(dataset.uri), undisturbed)
+
+
+def test_creation_killed_at_random_moments(crew: Workers, tmp_path: Path) -> None:
+    killed = crew.run_until_done({"do": "create", "store": str(tmp_path / "a")}, 0.4, seed=1, kills=6)
+    assert killed >= 2
+    whole = made_dataset(tmp_path / "b", made_spec("lossless"), made_samples(1)).store
+    assert crew.run({"do": "create", "store": str(tmp_path / "b")}) == 0
+    (folder,) = open_store(tmp_path / "a").folders()
+    assert folder != whole.uri.rpartition("/")[2]
+    assert contents(open_store(tmp_path / "a" / folder)) == contents(open_store(tmp_path / "b" / folder))
+
+
+# Connections that fail.
+
+
+@pytest.fixture
+def proxy(s3: SeaweedServer, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3.port) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        yield running
+
+
+WRITES: list[tuple[Fault, str, str]] = [
+    ("refuse", "PUT", "small"),
+    ("cut request", "PUT", "small"),
+    ("lose answer", "PUT", "small"),
+    ("refuse", "PUT", "partNumber=2"),
+    ("cut request", "PUT", "partNumber=2"),
+    ("lose answer", "PUT", "partNumber=3"),
+    ("refuse", "POST", "uploads"),
+    ("lose answer", "POST", "uploads"),
+    ("refuse", "POST", "uploadId"),
+    ("lose answer", "POST", "uploadId"),
+]
+
+
+@pytest.mark.parametrize("fault, method, contains", WRITES)
+def test_a_fault_while_writing_goes_unnoticed(
+    fault: Fault, method: str, contains: str, proxy: FaultyProxy, s3_uri: str, tmp_path: Path
+) -> None:
+    """A lost answer is the hard one: the repetition meets our own object, and must know it."""
+    store = open_store(s3_uri, PATIENT)
+    proxy.rules = [Rule(fault, method, contains)]
+    if contains == "small":
+        store.put_bytes("small", b"data")
+        assert store.get("small") == b"data"
+    else:
+        (tmp_path / "large").write_bytes(LARGE)
+        store.put_file("large", tmp_path / "large")
+        assert store.get("large") == LARGE
+    assert proxy.met == [fault]
+    with pytest.raises(ObjectExists):
+        store.put_bytes("small" if contains == "small" else "large", b"other")
+    # A lost answer to the start leaves an upload that nobody knows; one to the end does on this server.
+    assert len(store.abort_unfinished()) <= (fault == "lose answer" and method == "POST")
+    assert contains == "small" or store.get("large") == LARGE
+
+
+def test_a_lost_answer_does_not_hide_another_winner(proxy: FaultyProxy, s3_uri: str) -> None:
+    store = open_store(s3_uri, PATIENT)
+    store.put_bytes("key", b"theirs")
+    proxy.rules = [Rule("lose answer", "PUT", "key")]
+    with pytest.raises(ObjectExists):
+        store.put_bytes("key", b"ours")
+    etag = store.head("key").etag
+    proxy.rules = [Rule("lose answer", "PUT", "key")]
+    store.replace("key", b"ours", etag)
+    assert store.get("key") == b"ours"
+    proxy.rules = [Rule("lose answer", "PUT", "key")]
+    with pytest.raises(ObjectExists):
+        store.replace("key", b"others", etag)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "cut answer", "stall"])
+def test_a_fault_while_reading_goes_unnoticed(fault: Fault, proxy: FaultyProxy, s3_uri: str) -> None:
+    store = open_store(s3_uri, PATIENT)
+    store.put_bytes("key", LARGE[: 9 << 20])
+    proxy.rules = [Rule(fault, "GET", "key", times=1)]
+    assert store.get("key") == LARGE[: 9 << 20]
+    proxy.rules = [Rule(fault, "GET", "key", times=2)]
+    assert store.get_range("key", 1_000, 8 << 20) == LARGE[1_000 : 1_000 + (8 << 20)]
+    assert proxy.met == [fault] * 3
+
+
+def test_patience_ends(proxy: FaultyProxy, s3_uri: str, tmp_path: Path) -> None:
+    """A server that never works is an error that says so, and nothing is left behind."""
+    store = open_store(s3_uri, StoreConfig(part_bytes=5 << 20, attempts=2, patience=0.5))
+    (tmp_path / "large").write_bytes(LARGE)
+    proxy.rules = [Rule("refuse", "PUT", "partNumber=2", times=99)]
+    with pytest.raises(StoreError, match="SlowDown"):
+        store.put_file("large", tmp_path / "large")
+    with pytest.raises(ObjectNotFound):
+        store.head("large")
+    assert not store.abort_unfinished()
+    store.put_bytes("key", LARGE)
+    proxy.rules = [Rule("cut answer", "GET", "key", times=99)]
+    with pytest.raises(StoreError, match="failed again and again"):
+        store.get("key")
+
+
+def test_a_data_set_through_a_bad_line(
+    proxy: FaultyProxy, s3_uri: str, undisturbed: dict[str, bytes]
+) -> None:
+    faults: list[Fault] = ["refuse", "cut request", "lose answer"]
+    random.Random(5).shuffle(faults)
+    proxy.rules = [Rule(fault, "PUT", part) for part in ("shards/", "records/") for fault in faults]
+    proxy.rules += [Rule("cut answer", "GET", "samples/"), Rule("lose answer", "PUT", "manifest")]
+    dataset = made_dataset(open_store(s3_uri, PATIENT), made_spec(), made_samples(40))
+    write_missing(dataset)
+    assert len(proxy.met) == 8
+    check_like(open_dataset(dataset.uri), undisturbed)
+
+
+# Disks that fill up.
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Store]:
+    """A store on a file system of 200 kB; skipped where mounting is not allowed."""
+    folder = tmp_path / "small-disk"
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("mounting a file system needs more rights")
+    try:
+        yield open_store(folder)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_disk_full(full_disk: Store, undisturbed: dict[str, bytes]) -> None:
+    dataset = made_dataset(full_disk, made_spec(), made_samples(40))
+    folder = Path(full_disk.uri.removeprefix("file://"))
+    filler = folder / "filler"
+    filler.write_bytes(bytes(max(0, _free(folder) - 30_000)))
+    with pytest.raises(StoreError, match="No space left"):
+        write_missing(dataset)
+    assert not dataset.sealed and dataset.missing()
+    assert all(f.state != "corrupt" for f in verify_dataset(dataset, "cells"))
+    subprocess.run(["mount", "-o", "remount,size=8m", str(folder)], check=True)
+    filler.unlink()
+    write_missing(dataset)
+    check_like(dataset, undisturbed)
+
+
+def _free(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def test_files_may_not_grow(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    """The same by a limit on file sizes, which needs no rights."""
+    dataset = made_dataset(tmp_path, made_spec(), made_samples(40))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = sorted(len(data) for key, data in undisturbed.items() if key.startswith("shards/"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[-1] - 1, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large"):
+            write_missing(dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert dataset.missing() and not dataset.sealed
+    write_missing(dataset)
+    check_like(dataset, undisturbed)
