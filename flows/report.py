@@ -22,6 +22,17 @@ from storage.dataset import Dataset
 
 ROWS_SHOWN = 1000
 """Rows of a table artifact; a larger one makes the UI slow."""
+METRICS_SHOWN = (
+    "loss",
+    "accuracy",
+    "acceptance_length",
+    "draft_tokens_per_s",
+    "step_ms",
+    "data_wait_ms",
+    "memory_peak_gib",
+    "learning_rate",
+    "gradient_norm",
+)
 
 
 def start_progress(key: str, description: str) -> UUID:
@@ -98,12 +109,11 @@ def clean(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_line(row: dict[str, Any]) -> str:
-    """Return the numbers of one metrics message as a line of the log."""
-    shown = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "kind"}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in shown.items()
-    )
+    """Return the numbers of one metrics message that people follow, as a line of the log."""
+    shown = [name for name in row if name.removeprefix("validation/") in METRICS_SHOWN]
+    values = ", ".join(f"{name} {row[name]:.4g}" for name in shown if row[name] is not None)
+    steps = f"{row['step']} of {row['total_steps']}" if "total_steps" in row else f"{row['step']}"
+    return f"step {steps}: {values}"
 
 
 def publish_training(config: TrainConfig, summary: dict[str, Any], result: TrainingLog, folder: Path) -> None:

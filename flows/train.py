@@ -37,7 +37,7 @@ def check_dataset(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
 @task(name="train-on-ranks", cache_policy=NO_CACHE, persist_result=False)
 def train_on_ranks(
     config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, folder: Path, result: TrainingLog
-) -> dict[str, Any] | None:
+) -> None:
     """Run the ranks to the end of training; their words and numbers go to the log of this task."""
     logger = get_run_logger()
     progress = report.start_progress("training-progress", "optimizer steps")
@@ -46,14 +46,13 @@ def train_on_ranks(
     def follow(message: Message) -> None:
         nonlocal last
         relay_message(message)
-        result.on_message(message)
         if message["kind"] == "metrics":
             logger.info("%s", report.metrics_line(message))
             if time.monotonic() - last > PROGRESS_EVERY_S or result.fraction == 1.0:
                 last = time.monotonic()
                 report.update_progress(progress, result.fraction)
 
-    return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, follow))
+    return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, result, follow))
 
 
 @task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)
@@ -83,7 +82,7 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
 def _train(config: TrainConfig, folder: Path) -> State[Any]:
     data, drafter = value(check_dataset(config))
     result = TrainingLog()
-    result.cache = value(train_on_ranks(config, data, drafter, folder, result))
+    value(train_on_ranks(config, data, drafter, folder, result))
     try:
         if config.evaluation is not None:
             result.acceptance = value(evaluate_drafter(config, data, folder))

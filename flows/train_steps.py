@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from flows.evaluate import EvaluateConfig
 from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
 from flows.plots import plot_training
-from flows.ranks import run_ranks
+from flows.ranks import RanksFailed, run_ranks
+from flows.train_log import METRICS_FILE
 from storage.compile_session import CompileSession
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
-from storage.objects import Store, open_store
+from storage.objects import ObjectNotFound, Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ class TrainingLog:
     """What the ranks told of a run, and what was measured at its end."""
 
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """One row an optimizer step that was read, with "step"; validation has its own keys."""
+    """One row for each optimizer step that was read, with its "step"; validation has keys of its own."""
+    stopped_at: int | None = None
+    """Optimizer step at which the ranks ended early because somebody asked them to."""
     cache: dict[str, Any] | None = None
     """Summary of the compile cache."""
     acceptance: dict[str, Any] | None = None
@@ -87,15 +90,21 @@ class TrainingLog:
         """Take a message of a rank."""
         if message["kind"] == "metrics":
             self.metrics.append({name: value for name, value in message.items() if name != "kind"})
+        elif message["kind"] == "finished" and message["stopped"]:
+            self.stopped_at = message["optimizer_step"]
 
 
 def train(
-    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, folder: Path, on_message: OnMessage
-) -> dict[str, Any] | None:
-    """Run the ranks until training is finished and the drafter exported into `folder`.
+    config: TrainConfig,
+    dataset: Dataset,
+    drafter: DrafterConfig,
+    folder: Path,
+    result: TrainingLog,
+    on_message: OnMessage,
+) -> None:
+    """Run the ranks until training is finished and the drafter exported into `folder`; fill `result`.
 
-    Continues from the latest checkpoint in `config.output`. Returns the compile cache's summary. Raises
-    UserError or `flows.ranks.RanksFailed`.
+    Continues from the latest checkpoint in `config.output`. Raises UserError or RanksFailed.
     """
     gpus = tuple(slot for slot in worker_slots(config.gpus) if slot != "cpu")
     ranks = len(gpus) or config.cpu_ranks
@@ -112,6 +121,7 @@ def train(
         def follow(message: Message) -> None:
             if session is not None:
                 session.on_message(message)
+            result.on_message(message)
             on_message(message)
 
         run_ranks(
@@ -123,7 +133,11 @@ def train(
             silence_timeout_s=config.silence_timeout_s,
             on_message=follow,
         )
-        return session.summary() if session is not None else None
+        result.cache = session.summary() if session is not None else None
+    if result.stopped_at is not None:
+        raise RanksFailed(
+            f"stopped on request after optimizer step {result.stopped_at}; run again to continue"
+        )
 
 
 @contextmanager
@@ -170,7 +184,8 @@ def evaluate(config: TrainConfig, dataset: Dataset, folder: Path, on_message: On
 def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, folder: Path) -> dict[str, Any]:
     """Write report.json, config.yaml and training.png into `folder`; return the report."""
     (folder / "config.yaml").write_text(dump_config(config))
-    last: dict[str, Any] = next((row for row in reversed(result.metrics) if "loss" in row), {})
+    metrics = read_metrics(folder)
+    last: dict[str, Any] = next((row for row in reversed(metrics) if "loss" in row), {})
     report = {
         "dataset": dataset.uri,
         "tokens": dataset.plan.tokens,
@@ -182,9 +197,15 @@ def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, fol
         "versions": software_versions(),
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    if result.metrics:
-        plot_training(result.metrics, folder / "training.png", title=f"{dataset.spec.target.name} drafter")
+    if metrics:
+        plot_training(metrics, folder / "training.png", title=f"{dataset.spec.target.name} drafter")
     return report
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return all metrics of a run, those from before an interruption included."""
+    path = folder / METRICS_FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @contextmanager
@@ -198,6 +219,8 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
         return
     folder = Path(tempfile.mkdtemp(prefix="dflash-training-"))
     try:
+        with suppress(ObjectNotFound):
+            (folder / METRICS_FILE).write_bytes(store.get(METRICS_FILE))
         yield folder
     finally:
         _upload(store, folder)

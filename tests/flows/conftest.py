@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from flows.config import ExtractConfig
+from flows.config import ExtractConfig, TrainConfig
+from flows.extract_steps import run_extraction
+from storage.dataset import Dataset
+from tests.tiny import MASK_TOKEN_ID
 
 os.environ["PREFECT_LOGGING_LEVEL"] = "WARNING"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
@@ -38,19 +41,66 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def extraction(store: Path, chats: Path, target: Path, **changes: Any) -> ExtractConfig:
+    """Return the configuration of a small extraction."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "store": str(store),
+        "chats": [str(chats)],
+        "target": {
+            "path": str(target),
+            "dtype": "float32",
+            "num_taps": 3,
+            "batch_tokens": 512,
+            "mask_token": MASK_TOKEN_ID,
+        },
+        "shard_tokens": 600,
+        "workers": {"slots": ["cpu"], "silence_timeout_s": 60},
+    }
+    return ExtractConfig.model_validate(values | changes)
+
+
 @pytest.fixture
 def extract_config(tmp_path: Path, chats: Path, tiny_target_dir: Path) -> Callable[..., ExtractConfig]:
     """Make the configuration of a small extraction into a store of the test's own."""
+    return lambda **changes: extraction(tmp_path / "store", chats, tiny_target_dir, **changes)
 
-    def make(**changes: Any) -> ExtractConfig:
+
+@pytest.fixture(scope="session")
+def sealed(tmp_path_factory: pytest.TempPathFactory, chats: Path, tiny_target_dir: Path) -> Dataset:
+    """A sealed data set of the small extraction; not to be changed."""
+    store = tmp_path_factory.mktemp("sealed") / "store"
+    dataset, outcome = run_extraction(extraction(store, chats, tiny_target_dir))
+    assert not outcome.failed
+    return dataset
+
+
+@pytest.fixture
+def train_config(tmp_path: Path, sealed: Dataset, tiny_target_dir: Path) -> Callable[..., TrainConfig]:
+    """Make the configuration of a small training run with an output of the test's own."""
+
+    def make(**changes: Any) -> TrainConfig:
         values: dict[str, Any] = {
-            "name": "tiny",
-            "store": str(tmp_path / "store"),
-            "chats": [str(chats)],
-            "target": {"path": str(tiny_target_dir), "dtype": "float32", "num_taps": 3, "batch_tokens": 512},
-            "shard_tokens": 600,
-            "workers": {"slots": ["cpu"], "silence_timeout_s": 60},
+            "dataset": sealed.uri,
+            "target": str(tiny_target_dir),
+            "output": str(tmp_path / "output"),
+            "drafter": {
+                "block_size": 8,
+                "num_layers": 2,
+                "intermediate_size": 128,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 16,
+            },
+            "training": {
+                "row_tokens": 512,
+                "anchors_per_row": 32,
+                "epochs": 3,
+                "compute_dtype": "float32",
+                "log_every": 1,
+                "checkpoint_every": 4,
+            },
         }
-        return ExtractConfig.model_validate(values | changes)
+        return TrainConfig.model_validate(values | changes)
 
     return make

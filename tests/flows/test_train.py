@@ -1,0 +1,129 @@
+"""Training from a sealed data set to an evaluated drafter: steps in plain Python, then the flow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core.configuration import UserError
+from dflash_core.export import load_exported
+from flows.config import ExtractConfig, TrainConfig, dump_config
+from flows.extract_steps import plan_dataset
+from flows.train_steps import open_training_data, output_folder, read_metrics
+from storage.dataset import Dataset
+from tests.tiny import write_tiny_target
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def test_the_drafter_follows_from_data_set_and_shape(train_config: MakeConfig, sealed: Dataset) -> None:
+    _, drafter = open_training_data(train_config())
+    assert drafter.tap_layer_ids == sealed.spec.capture.tap_layer_ids
+    assert drafter.mask_token_id == sealed.spec.target.mask_token_id
+    assert drafter.hidden_size == sealed.spec.target.hidden_size and drafter.block_size == 8
+    shape = train_config().drafter.model_dump()
+    _, fewer = open_training_data(train_config(drafter={**shape, "tap_layer_ids": drafter.tap_layer_ids[:2]}))
+    assert fewer.tap_layer_ids == drafter.tap_layer_ids[:2]
+    with pytest.raises(UserError, match=r"names layers \[0\], which the data set does not hold"):
+        open_training_data(train_config(drafter={**shape, "tap_layer_ids": (0, drafter.tap_layer_ids[0])}))
+
+
+def test_what_does_not_belong_together_is_refused(
+    train_config: MakeConfig, extract_config: Callable[..., ExtractConfig], tmp_path: Path
+) -> None:
+    unsealed = plan_dataset(extract_config())
+    with pytest.raises(UserError, match="it is not complete"):
+        open_training_data(train_config(dataset=unsealed.uri))
+    with pytest.raises(UserError, match="nowhere"):
+        open_training_data(train_config(dataset=str(tmp_path / "nowhere")))
+    other = write_tiny_target(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match=r"captured from another target.*weights_sha256"):
+        open_training_data(train_config(target=str(other)))
+
+
+def test_files_of_a_run_go_to_its_output(train_config: MakeConfig, s3_uri: str) -> None:
+    config = train_config(output=s3_uri)
+    with output_folder(config) as folder:
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with output_folder(config) as folder:
+        assert read_metrics(folder) == [{"step": 1}]
+
+
+@pytest.mark.usefixtures("prefect")
+def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
+    train_config: MakeConfig, chats: Path, tmp_path: Path
+) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.cli import app
+
+    evaluation = {
+        "prompts": {"trained on": str(chats)},
+        "prompts_per_family": 2,
+        "max_new_tokens": 12,
+        "dtype": "float32",
+    }
+    config = train_config(evaluation=evaluation, cpu_ranks=2)
+    path = tmp_path / "train.yaml"
+    path.write_text(dump_config(config))
+    output = tmp_path / "output"
+    done = cut_off(path, output, after_step=5)
+
+    result = CliRunner().invoke(app, ["train", "--config", str(path)])
+    assert result.exit_code == 0, result.output
+    metrics = read_metrics(output)
+    steps = [row["step"] for row in metrics if "loss" in row]
+    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] == metrics[-1].get("total_steps", steps[-1])
+    report = json.loads((output / "report.json").read_text())
+    assert report["acceptance"]["lossless"] and report["acceptance"]["acceptance_length"] >= 1
+    assert load_exported(output / "drafter").config.block_size == 8
+    page = (output / "report.md").read_text()
+    assert "data:image/png;base64" in page and "trained on" in page
+    assert done >= 5
+
+    with get_client(sync_client=True) as client:
+        keys = {artifact.key for artifact in client.read_artifacts()}
+    assert {"training-progress", "training-report"} <= keys
+
+    too_much = train_config(evaluation={**evaluation, "minimum_acceptance_length": 9.0}, cpu_ranks=2)
+    path.write_text(dump_config(too_much))
+    result = CliRunner().invoke(app, ["train", "--config", str(path)])
+    assert result.exit_code == 2 and "9" in result.output
+    assert (output / "acceptance.json").exists()
+
+
+def cut_off(config: Path, output: Path, after_step: int) -> int:
+    """Start training in plain Python and interrupt it once it has done some steps; return how many."""
+    script = f"""
+from pathlib import Path
+from flows.config import TrainConfig, load_config
+from flows.train_steps import TrainingLog, open_training_data, output_folder, train
+
+config = load_config(TrainConfig, {str(config)!r})
+dataset, drafter = open_training_data(config)
+with output_folder(config) as folder:
+    train(config, dataset, drafter, folder, TrainingLog(), lambda message: print(message, flush=True))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    heard = []
+    for line in process.stdout:
+        heard.append(line)
+        if len(read_metrics(output)) >= after_step:
+            break
+    process.send_signal(signal.SIGINT)
+    process.stdout.read()
+    process.wait(30)
+    time.sleep(0.5)
+    steps = len(read_metrics(output))
+    assert steps, "".join(heard)
+    return steps
