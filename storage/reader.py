@@ -7,11 +7,12 @@ bf16 on a stream of its own, beside the step. Nothing compiled is called here.
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -19,14 +20,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config
 from dflash_core.packing import PackedTokens, pack_tokens
 from dflash_core.records import Sample
-from storage.cell import read_header
-from storage.codec import Codec, CodecError, Symbols, parse_codec
 from storage.dataset import Dataset
-from storage.fetch import GroupFetcher, GroupKey, RowGroup
-from storage.shard_format import ShardCorrupt, mend
+from storage.fetch import GroupFetcher
+from storage.pieces import DecodedPiece, Piece, PieceDecoder, RowEnd, Staging, pieces_of, use_device
 
 
 class ReaderConfig(Config):
@@ -41,63 +40,13 @@ class ReaderConfig(Config):
     + 2 row groups (page-locked for a GPU), the device two rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """The part of a sample that one row group holds."""
-
-    row: int
-    sample: int
-    """Number in the index."""
-    key: GroupKey
-    row_in_group: int
-    first_token: int
-    tokens: int
-    start: int
-    """Its first position in the packed row."""
-    last: bool
-    """Of its sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RowEnd:
-    row: int
-
-
-@dataclass(slots=True, eq=False)
-class _Staging:
-    """Host memory for the symbols of one piece; `copied` says when the device has them."""
-
-    pinned: bool
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    copied: torch.cuda.Event | None = None
-
-    def reserve(self, size: int) -> Tensor:
-        """Wait until the last copy is done and return at least `size` bytes."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        if self.memory.numel() < size:
-            self.memory = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=self.pinned)
-        return self.memory
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Decoded:
-    """A piece after entropy decoding."""
-
-    token_ids_T: np.ndarray
-    loss_mask_T: np.ndarray
-    symbols: list[Symbols]
-    """One a column, one behind the other in the staging memory."""
-    states_TE: Tensor | None
-    """The states themselves, when the device is the CPU."""
-
-
 @dataclass(slots=True, eq=False)
 class _RowMemory:
-    """States of one row on the device; `free` says when the consumer's work with the last row is done."""
+    """States of one row on the device."""
 
     states_CE: Tensor
     free: torch.cuda.Event | None = None
+    """Passes when the consumer's work with the last row is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +65,8 @@ class RowReader:
     with RowReader(dataset, columns, rows, row_tokens=C, device=device) as reader:
         for packed, states_CE in reader: ...
 
-    Errors of the threads (ShardCorrupt naming shard, row and remedy; StoreError) are raised where the row
-    is asked for.
+    Errors of the threads (ShardCorrupt naming shard, row and remedy; StoreError) are raised where the row is
+    asked for; the rows before it are still handed out.
     """
 
     def __init__(
@@ -135,32 +84,28 @@ class RowReader:
 
         Raises UserError when a column is not stored, or scales are missing.
         """
-        self._dataset, self._columns, self._rows = dataset, tuple(columns), rows
-        self._row_tokens, self._device = row_tokens, _with_index(torch.device(device))
-        self._config = config or ReaderConfig()
-        self._codec: Codec = parse_codec(dataset.spec.codec)
-        self._index = dataset.index
-        self._width = dataset.spec.target.hidden_size
-        self._scales = self._load_scales()
-        cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if cuda else None
-        self._stagings = [_Staging(pinned=cuda) for _ in range(self._config.threads + 2)]
+        config = config or ReaderConfig()
+        self._dataset, self._rows, self._row_tokens = dataset, rows, row_tokens
+        self._device = _with_index(torch.device(device))
+        self._shape = (row_tokens, len(columns) * dataset.spec.target.hidden_size)
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        self._stagings = [Staging(pinned=on_gpu) for _ in range(config.threads + 2)]
+        self._decoder = PieceDecoder(dataset, columns, self._device, config.threads)
         self._fetcher = GroupFetcher(
             dataset,
             columns,
-            (item.key for item in self._items() if isinstance(item, _Piece)),
-            threads=self._config.fetch_threads,
-            limit_bytes=self._config.prefetch_bytes,
+            (item.key for item in pieces_of(dataset, rows, row_tokens) if isinstance(item, Piece)),
+            threads=config.fetch_threads,
+            limit_bytes=config.prefetch_bytes,
         )
-        self._decoders = ThreadPoolExecutor(
-            self._config.threads, "cell-decoder", initializer=_use_device, initargs=(self._device,)
-        )
-        self._pump_thread = ThreadPoolExecutor(1, "row-pump")
         self._free: queue.SimpleQueue[_RowMemory | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[_ReadyRow | None] = queue.SimpleQueue()
         self._lent: _RowMemory | None = None
-        self._pump: Future[None] | None = None
         self._closed = False
+        self._outcome: Future[None] = Future()
+        # A daemon: a consumer that fails without closing its reader must not hang when the process ends.
+        self._pump = threading.Thread(target=self._run, name="row-pump", daemon=True)
         self.rows_read = 0
         """Rows handed out: the reader's position in `rows`."""
 
@@ -170,19 +115,13 @@ class RowReader:
     def __next__(self) -> tuple[PackedTokens, Tensor]:
         if self._closed:
             raise StopIteration
-        if self._pump is None:
+        if self._pump.ident is None:
             self._start()
-        if self._lent is not None:
-            if self._stream is not None:
-                self._lent.free = torch.cuda.current_stream(self._device).record_event()
-            self._free.put(self._lent)
-            self._lent = None
+        self._take_back()
         ready = self._ready.get()
         if ready is None:
-            assert self._pump is not None
-            pump = self._pump
             self.close()
-            pump.result()
+            self._outcome.result()
             raise StopIteration
         if ready.written is not None:
             torch.cuda.current_stream(self._device).wait_event(ready.written)
@@ -191,11 +130,12 @@ class RowReader:
         return ready.packed, ready.memory.states_CE
 
     def close(self) -> None:
-        """Stop the threads; idempotent. Rows handed out stay valid."""
+        """Stop the threads; idempotent. The row handed out last stays as it is."""
         self._closed = True
         self._free.put(None)
-        self._pump_thread.shutdown()
-        self._decoders.shutdown(cancel_futures=True)
+        if self._pump.ident is not None:
+            self._pump.join()
+        self._decoder.close()
         self._fetcher.close()
         if self._stream is not None:
             self._stream.synchronize()
@@ -208,102 +148,73 @@ class RowReader:
     ) -> None:
         self.close()
 
-    # The plan.
+    def _start(self) -> None:
+        """Make the memory of two rows: the one that is lent, and the one that is being filled."""
+        for _ in range(2):
+            states_CE = torch.zeros(self._shape, dtype=torch.bfloat16, device=self._device)
+            self._free.put(_RowMemory(states_CE, self._event()))
+        self._pump.start()
 
-    def _items(self) -> Iterator[_Piece | _RowEnd]:
-        """Everything that has to be done, in order."""
-        longest = self._dataset.spec.row_group_tokens
-        index = self._index
-        for row, samples in enumerate(self._rows):
-            start = 0
-            for sample in [] if samples is None else samples.tolist():
-                tokens, first = int(index.tokens_N[sample]), 0
-                if start + tokens > self._row_tokens:
-                    raise UserError(
-                        f"the samples of row {row} do not fit in its {self._row_tokens} tokens: plan the "
-                        "rows of an epoch with the row_tokens of the reader"
-                    )
-                for part in range(int(index.parts_N[sample])):
-                    key = GroupKey(int(index.shard_N[sample]), int(index.row_group_N[sample]) + part)
-                    size = min(longest, tokens - first)
-                    yield _Piece(
-                        row=row,
-                        sample=sample,
-                        key=key,
-                        row_in_group=0 if part else int(index.row_N[sample]),
-                        first_token=first,
-                        tokens=size,
-                        start=start + first,
-                        last=part + 1 == int(index.parts_N[sample]),
-                    )
-                    first += size
-                start += tokens
-            yield _RowEnd(row)
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._lent.free = self._event()
+            self._free.put(self._lent)
+            self._lent = None
 
-    def _load_scales(self) -> dict[str, Tensor | None]:
-        absent = [column for column in self._columns if column not in self._dataset.columns]
-        if absent or not self._columns:
-            raise UserError(
-                f"{self._dataset.uri} does not hold {', '.join(absent) or 'no columns at all'}; "
-                f"it has {', '.join(self._dataset.columns)}: extract again with these taps, or train on those"
-            )
-        scales = self._dataset.scales() if self._codec.needs_scales else {}
-        if scales is None:
-            raise UserError(f"{self._dataset.uri} has no scales: its extraction has not begun")
-        return {c: scales[c].to(self._device) if c in scales else None for c in self._columns}
+    def _event(self) -> torch.cuda.Event | None:
+        """Mark what has been enqueued on the current stream so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     # On the pump's thread.
 
-    def _start(self) -> None:
-        width = len(self._columns) * self._width
-        for _ in range(2):
-            states_CE = torch.zeros(self._row_tokens, width, dtype=torch.bfloat16, device=self._device)
-            filled = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-            self._free.put(_RowMemory(states_CE, filled))
-        self._pump = self._pump_thread.submit(self._run)
-
     def _run(self) -> None:
+        self._outcome.set_running_or_notify_cancel()
         try:
-            _use_device(self._device)
+            use_device(self._device)
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._fill_rows()
+            self._outcome.set_result(None)
         except _Closed:
-            pass
+            self._outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the row is asked for
+            self._outcome.set_exception(error)
         finally:
             self._ready.put(None)
 
     def _fill_rows(self) -> None:
         """Keep the decoders busy and finish pieces in order, which is also the order that frees memory."""
-        pending: deque[tuple[_Piece, Future[_Decoded], _Staging] | _RowEnd] = deque()
-        places = len(self._stagings)
-        running = started = 0
-        row = _RowInProgress(self)
-        items = self._items()
+        pending: deque[Future[DecodedPiece] | RowEnd] = deque()
+        places, running, started = len(self._stagings), 0, 0
+        row: _RowInProgress | None = None
+        items = pieces_of(self._dataset, self._rows, self._row_tokens)
         item = next(items, None)
         while (item is not None or pending) and not self._closed:
-            if isinstance(item, _RowEnd) and len(pending) < 2 * places:
+            if isinstance(item, RowEnd) and len(pending) < 2 * places:
                 pending.append(item)
                 item = next(items, None)
             elif (
-                isinstance(item, _Piece)
+                isinstance(item, Piece)
                 and running < places
-                and (fetched := self._fetcher.take(must=not running))
+                and (fetched := self._fetcher.take(must=not running)) is not None
             ):
-                staging = self._stagings[started % places]
-                pending.append((item, self._decoders.submit(self._decode, item, fetched, staging), staging))
+                pending.append(self._decoder.start(item, fetched, self._stagings[started % places]))
                 running, started = running + 1, started + 1
                 item = next(items, None)
             else:
                 first = pending.popleft()
-                if isinstance(first, _RowEnd):
-                    row.finish()
+                row = row or _RowInProgress(self._row_memory())
+                if isinstance(first, RowEnd):
+                    self._hand_over(row)
+                    row = None
                     continue
-                piece, decoded, staging = first
-                row.write(piece, decoded.result(), staging)
-                self._fetcher.release(piece.key)
+                decoded = first.result()
+                self._decoder.write(decoded, row.memory.states_CE)
+                row.add(decoded, self._dataset)
+                self._fetcher.release(decoded.piece.key)
                 running -= 1
 
     def _row_memory(self) -> _RowMemory:
+        """Wait for memory that the consumer gave back."""
         memory = self._free.get()
         if memory is None:
             raise _Closed
@@ -311,43 +222,10 @@ class RowReader:
             torch.cuda.current_stream(self._device).wait_event(memory.free)
         return memory
 
-    # On the decoders' threads.
-
-    def _decode(self, piece: _Piece, fetched: Future[RowGroup], staging: _Staging) -> _Decoded:
-        group = fetched.result()
-        record = group.record
-        where = (
-            f"shard {record.shard} ({record.object}) of {self._dataset.uri}, row "
-            f"{group.first_row + piece.row_in_group}"
-        )
-        head = group.heads[piece.row_in_group]
-        expected = self._index.sample_ids[piece.sample].as_py()
-        found = (head.sample_id, head.first_token, len(head.token_ids_T), len(head.loss_mask_T))
-        if found != (expected, piece.first_token, piece.tokens, piece.tokens):
-            raise ShardCorrupt(f"{where} is not sample {expected!r}, as planned; {mend(self._dataset.uri)}")
-        try:
-            cells = [group.cells[column][piece.row_in_group] for column in self._columns]
-            headers = [read_header(cell) for cell in cells]
-            if any((h.tokens, h.width) != (piece.tokens, self._width) for h in headers):
-                raise CodecError("a cell has another shape than its row")
-            size = sum(header.payload_bytes for header in headers)
-            memory, at, symbols = staging.reserve(size), 0, []
-            for cell, header in zip(cells, headers, strict=True):
-                symbols.append(self._codec.from_bytes(cell, out=memory[at:]))
-                at += header.payload_bytes
-        except CodecError as error:
-            raise ShardCorrupt(f"{where}: {error}; {mend(self._dataset.uri)}") from error
-        states_TE = None
-        if self._stream is None:
-            states_TE = torch.empty(piece.tokens, len(symbols) * self._width, dtype=torch.bfloat16)
-            self._dequantise(symbols, states_TE)
-        # Copies: the row group's bytes must not live as long as the row.
-        return _Decoded(head.token_ids_T.copy(), head.loss_mask_T.copy(), symbols, states_TE)
-
-    def _dequantise(self, symbols: list[Symbols], out_TE: Tensor) -> None:
-        out_TLD = out_TE.view(len(out_TE), len(self._columns), self._width)
-        for i, (column, of_column) in enumerate(zip(self._columns, symbols, strict=True)):
-            self._codec.decode_on_device(of_column, self._scales[column], out_TLD[:, i])
+    def _hand_over(self, row: _RowInProgress) -> None:
+        packed = pack_tokens(row.samples, self._row_tokens)
+        row.memory.states_CE[packed.num_tokens :].zero_()
+        self._ready.put(_ReadyRow(packed, row.memory, self._event()))
 
 
 class _Closed(Exception):
@@ -355,61 +233,29 @@ class _Closed(Exception):
 
 
 class _RowInProgress:
-    """The row that is being filled; lives on the pump's thread."""
+    """The row that is being filled."""
 
-    def __init__(self, reader: RowReader) -> None:
-        self._reader = reader
-        self._memory: _RowMemory | None = None
-        self._samples: list[Sample] = []
-        self._parts: list[_Decoded] = []
+    def __init__(self, memory: _RowMemory) -> None:
+        self.memory = memory
+        self.samples: list[Sample] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def write(self, piece: _Piece, decoded: _Decoded, staging: _Staging) -> None:
-        """Put a piece into its place; copies and arithmetic are enqueued, not waited for."""
-        if self._memory is None:
-            self._memory = self._reader._row_memory()
-        out_TE = self._memory.states_CE[piece.start : piece.start + piece.tokens]
-        if decoded.states_TE is not None:
-            out_TE.copy_(decoded.states_TE)
-        else:
-            self._reader._dequantise(_upload(decoded.symbols, staging, out_TE.device), out_TE)
-        self._parts.append(decoded)
-        if piece.last:
-            self._samples.append(
+    def add(self, decoded: DecodedPiece, dataset: Dataset) -> None:
+        """Note the tokens of a piece."""
+        self._parts.append((decoded.token_ids_T, decoded.loss_mask_T))
+        if decoded.piece.last:
+            tokens, masks = zip(*self._parts, strict=True)
+            self.samples.append(
                 Sample(
-                    sample_id=self._reader._index.sample_ids[piece.sample].as_py(),
-                    token_ids_T=np.concatenate([part.token_ids_T for part in self._parts]),
-                    loss_mask_T=np.concatenate([part.loss_mask_T for part in self._parts]),
+                    sample_id=dataset.index.sample_ids[decoded.piece.sample].as_py(),
+                    token_ids_T=np.concatenate(tokens),
+                    loss_mask_T=np.concatenate(masks),
                 )
             )
             self._parts = []
-
-    def finish(self) -> None:
-        """Hand the row to the consumer."""
-        memory = self._memory or self._reader._row_memory()
-        packed = pack_tokens(self._samples, self._reader._row_tokens)
-        memory.states_CE[packed.num_tokens :].zero_()
-        stream = self._reader._stream
-        written = None if stream is None else stream.record_event()
-        self._reader._ready.put(_ReadyRow(packed, memory, written))
-        self._memory, self._samples = None, []
-
-
-def _upload(symbols: list[Symbols], staging: _Staging, device: torch.device) -> list[Symbols]:
-    """Copy all symbols of a piece at once; `staging` may be used again when its event has passed."""
-    size = sum(of_column.header.payload_bytes for of_column in symbols)
-    payload = staging.memory[:size].to(device, non_blocking=True)
-    staging.copied = torch.cuda.current_stream(device).record_event()
-    parts = payload.split([of_column.header.payload_bytes for of_column in symbols])
-    return [Symbols(header=s.header, payload=part) for s, part in zip(symbols, parts, strict=True)]
 
 
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _use_device(device: torch.device) -> None:
-    """Make a thread's CUDA calls (page-locking included) go to the reader's GPU, not to the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -1,0 +1,81 @@
+"""Codecs and reader on a GPU: the same bits as on the CPU, no waiting, no row overwritten while it is used.
+
+python -m pytest tests/gpu/test_reader_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_core.packing import plan_epoch
+from storage.codec import Calibration, parse_codec
+from storage.reader import ReaderConfig, RowReader
+from tests.storage.made import made_dataset, made_samples, made_spec, write_missing
+from tests.storage.test_codec import NAMES, realistic_states
+
+pytestmark = pytest.mark.gpu
+
+
+def test_scales_do_not_depend_on_the_device() -> None:
+    states_TD = realistic_states(3000, 64)
+    found = []
+    for device in ("cpu", "cuda"):
+        calibration = Calibration()
+        calibration.add({"x": states_TD.to(device)})
+        found.append(calibration.scales()["x"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_and_states_are_the_same_bits_on_both_devices(name: str) -> None:
+    codec = parse_codec(name)
+    for tokens, width in ((1, 7), (300, 65), (1000, 512)):
+        states_TD = realistic_states(tokens, width)
+        states_TD[tokens // 2, 1] = torch.nan
+        scale_D = torch.rand(width) + 0.5
+        cell = codec.to_bytes(codec.encode_on_device(states_TD, scale_D))
+        on_gpu = codec.encode_on_device(states_TD.cuda(), scale_D.cuda())
+        assert codec.to_bytes(on_gpu.to("cpu")) == cell
+        decoded = [torch.empty_like(states_TD), torch.empty_like(states_TD, device="cuda")]
+        codec.decode_on_device(codec.from_bytes(cell), scale_D, decoded[0])
+        codec.decode_on_device(codec.from_bytes(cell).to("cuda"), scale_D.cuda(), decoded[1])
+        assert torch.equal(decoded[0].view(torch.int16), decoded[1].cpu().view(torch.int16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_does_not_wait_for_the_device(name: str) -> None:
+    codec, states_TD = parse_codec(name), realistic_states(100, 64)
+    symbols = codec.encode_on_device(states_TD, torch.ones(64)).to("cuda")
+    scale_D, out_TD = torch.ones(64, device="cuda"), torch.empty_like(states_TD, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        codec.decode_on_device(symbols, scale_D, out_TD)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fp8", "tolerance=0.1", "tolerance=0.3"])
+def test_rows_are_those_of_the_cpu_however_late_they_are_used(tmp_path: Path, codec: str) -> None:
+    dataset = made_dataset(tmp_path, made_spec(codec), made_samples(60))
+    write_missing(dataset)
+    lengths = dataset.index.tokens_N
+    rows: list[np.ndarray | None] = [
+        row for epoch in range(3) for row in plan_epoch(lengths, seed=0, epoch=epoch, row_tokens=64)
+    ]
+    rows.insert(5, None)
+    config = ReaderConfig(threads=3, prefetch_bytes=50_000)
+    with RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cpu", config=config) as reader:
+        expected = [states_CE.clone() for _, states_CE in reader]
+    found = []
+    with RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cuda", config=config) as reader:
+        for i, (_, states_CE) in enumerate(reader):
+            if i % 3 == 0:
+                torch.cuda._sleep(20_000_000)
+            found.append(states_CE.clone())
+    assert len(found) == len(expected) == len(rows)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a.view(torch.int16), b.cpu().view(torch.int16))
