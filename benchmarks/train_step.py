@@ -232,7 +232,7 @@ def part_times(trainer: Trainer, row: TrainingRow, repeats: int) -> dict[str, fl
         context = drafter.context(row.taps_CE, batch.position_C)
         mark("context_forward")
         rows_RD = F.embedding(batch.input_ids_R, trainer._embedding_VD)
-        hidden = drafter.block_slots(context, rows_RD, batch.position_Q, batch.attention_masks())
+        hidden = drafter.block_slots(context, rows_RD, batch.position_Q, *batch.attention_masks())
         mark("layers_forward")
         losses = head_loss(hidden, trainer._head_VD, batch.head_inputs, trainer.config.loss.chunk_slots)
         weights_N = trainer._weights(losses, batch)

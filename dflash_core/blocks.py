@@ -45,14 +45,16 @@ class Blocks:
 class ScoredSlots:
     """The scored slots of a row one behind the other, so that only they go through the head. Padded to N
     entries.
+
+    Slots are counted without slot 0, which is never scored: slot k of block a is number a * (K - 1) + k - 1.
     """
 
     slot_N: np.ndarray
-    """int32 [N]: index into Q; 0 in padding."""
+    """int64 [N]: number of the slot; 0 in padding."""
     label_N: np.ndarray
-    """int32 [N]; 0 in padding."""
-    rank_Q: np.ndarray
-    """int32 [Q]: the slot's place among the scored ones, -1 where not scored."""
+    """int64 [N]; 0 in padding."""
+    rank_P: np.ndarray
+    """int64 [P], P >= N: each slot's place among the scored ones, -1 where not scored."""
     count: int
     """Scored slots; known to the host, so that skipping the rest needs no synchronisation."""
 
@@ -145,14 +147,14 @@ def _lay_out(
     )
 
 
-def scored_slots(blocks: Blocks) -> ScoredSlots:
-    """Gather the scored slots of a row (shapes: see `ScoredSlots`)."""
-    anchors, slots = blocks.scored_AK.shape
-    found = np.flatnonzero(blocks.scored_AK.reshape(-1))
-    slot_N = np.zeros(anchors * (slots - 1), np.int32)
+def scored_slots(blocks: Blocks, queries: int) -> ScoredSlots:
+    """Gather the scored slots of a row (shapes: see `ScoredSlots`); `queries` is P."""
+    scored_N = blocks.scored_AK[:, 1:].reshape(-1)
+    found = np.flatnonzero(scored_N)
+    slot_N = np.zeros(len(scored_N), np.int64)
     slot_N[: len(found)] = found
     label_N = np.zeros_like(slot_N)
-    label_N[: len(found)] = blocks.labels_AK.reshape(-1)[found]
-    rank_Q = np.full(anchors * slots, -1, np.int32)
-    rank_Q[found] = np.arange(len(found))
-    return ScoredSlots(slot_N=slot_N, label_N=label_N, rank_Q=rank_Q, count=len(found))
+    label_N[: len(found)] = blocks.labels_AK[:, 1:].reshape(-1)[found]
+    rank_P = np.full(queries, -1, np.int64)
+    rank_P[found] = np.arange(len(found))
+    return ScoredSlots(slot_N=slot_N, label_N=label_N, rank_P=rank_P, count=len(found))

@@ -212,39 +212,34 @@ def slot_projections(x_ND: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[
     return q, k, v
 
 
-def repeat_mask_row(rows_RX: Tensor, slots: int) -> Tensor:
-    """[A + 1, ...] of the anchors and of the mask token -> [A * slots, ...] of all slots: an anchor, then
-    masks.
+def turn(x_NHF: Tensor, norm: Tensor, cos_NF: Tensor, sin_NF: Tensor, shape: LayerShape) -> Tensor:
+    """Norm of each head, then rotation, in float32; what queries and keys go through after their
+    projection.
     """
-    anchors_A, mask = rows_RX[:-1, None], rows_RX[-1:, None]
-    masks = mask.expand(anchors_A.shape[0], slots - 1, *rows_RX.shape[1:])
-    return torch.cat((anchors_A, masks), dim=1).flatten(0, 1)
+    return rotate(rms_norm(x_NHF, norm, shape.eps), cos_NF, sin_NF).to(shape.dtype)
 
 
 def attend_and_feed(
-    x_QD: Tensor,
-    projections: tuple[Tensor, Tensor, Tensor],
+    x_PD: Tensor,
+    q_PHF: Tensor,
+    k_QGF: Tensor,
+    v_QGF: Tensor,
     context_keys_CGF: Tensor,
     context_values_CGF: Tensor,
     w: LayerWeights,
-    cos_QF: Tensor,
-    sin_QF: Tensor,
     mask: BlockMask | Tensor | None,
     shape: LayerShape,
 ) -> Tensor:
-    """The rest of a layer after `slot_projections`: attention over context and slots, then the MLP."""
+    """The rest of a layer for P of the Q slots: attention over context and all slots, then the MLP."""
     dtype = shape.dtype
-    q, k, v = projections
-    q = rotate(rms_norm(q, w.q_norm, shape.eps), cos_QF, sin_QF).to(dtype)
-    k = rotate(rms_norm(k, w.k_norm, shape.eps), cos_QF, sin_QF).to(dtype)
-    k_SGF = torch.cat((context_keys_CGF, k), dim=0)
-    v_SGF = torch.cat((context_values_CGF, v), dim=0)
-    attended = attend(q, k_SGF, v_SGF, mask).reshape(-1, shape.num_heads * shape.head_dim)
-    x_QD = x_QD + F.linear(attended, w.o_proj.to(dtype))
-    normed_QD = rms_norm(x_QD, w.post_attention_layernorm, shape.eps).to(dtype)
+    k_SGF = torch.cat((context_keys_CGF, k_QGF), dim=0)
+    v_SGF = torch.cat((context_values_CGF, v_QGF), dim=0)
+    attended = attend(q_PHF, k_SGF, v_SGF, mask).reshape(-1, shape.num_heads * shape.head_dim)
+    x_PD = x_PD + F.linear(attended, w.o_proj.to(dtype))
+    normed_PD = rms_norm(x_PD, w.post_attention_layernorm, shape.eps).to(dtype)
     # Two products, not one with joined weights: the gradients of gate and up then need not be joined either.
-    gate, up = F.linear(normed_QD, w.gate_proj.to(dtype)), F.linear(normed_QD, w.up_proj.to(dtype))
-    return x_QD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
+    gate, up = F.linear(normed_PD, w.gate_proj.to(dtype)), F.linear(normed_PD, w.up_proj.to(dtype))
+    return x_PD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
 
 
 def draft_layer(
@@ -263,10 +258,10 @@ def draft_layer(
     Products in `shape.dtype` with weights cast here, inside the compiled region; norms and rotation in
     float32.
     """
-    projections = slot_projections(x_QD, w, shape)
-    return attend_and_feed(
-        x_QD, projections, context_keys_CGF, context_values_CGF, w, cos_QF, sin_QF, mask, shape
-    )
+    q, k, v = slot_projections(x_QD, w, shape)
+    q = turn(q, w.q_norm, cos_QF, sin_QF, shape)
+    k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
+    return attend_and_feed(x_QD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
 
 
 def first_draft_layer(
@@ -287,10 +282,54 @@ def first_draft_layer(
     times.
     """
     q, k, v = (repeat_mask_row(rows, slots) for rows in slot_projections(rows_RD, w, shape))
+    q = turn(q, w.q_norm, cos_QF, sin_QF, shape)
+    k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     x_QD = repeat_mask_row(rows_RD, slots)
-    return attend_and_feed(
-        x_QD, (q, k, v), context_keys_CGF, context_values_CGF, w, cos_QF, sin_QF, mask, shape
-    )
+    return attend_and_feed(x_QD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
+
+
+def last_draft_layer(
+    x_QD: Tensor,
+    context_keys_CGF: Tensor,
+    context_values_CGF: Tensor,
+    w: LayerWeights,
+    cos_QF: Tensor,
+    sin_QF: Tensor,
+    mask: BlockMask | Tensor,
+    shape: LayerShape,
+    slots: int,
+) -> Tensor:
+    """`draft_layer` for the last layer of blocks, for slots 1..K-1 alone: nothing is predicted from slot 0.
+
+    Slot 0 still gives keys and values. `mask` has P queries, A * (slots - 1) or more; the output is [P, D],
+    padded with rows that mean nothing.
+    """
+    queries = mask.seq_lengths[0] if isinstance(mask, BlockMask) else mask.shape[0]
+    dtype, kv_heads, features = shape.dtype, shape.num_kv_heads, shape.head_dim
+    normed_QD = rms_norm(x_QD, w.input_layernorm, shape.eps).to(dtype)
+    kv_weight = torch.cat([w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
+    k, v = F.linear(normed_QD, kv_weight).view(-1, 2 * kv_heads, features).chunk(2, dim=1)
+    k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
+    cos_PF, sin_PF = (without_anchors(t, slots, queries) for t in (cos_QF, sin_QF))
+    q = F.linear(without_anchors(normed_QD, slots, queries), w.q_proj.to(dtype))
+    q = turn(q.view(-1, shape.num_heads, features), w.q_norm, cos_PF, sin_PF, shape)
+    x_PD = without_anchors(x_QD, slots, queries)
+    return attend_and_feed(x_PD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
+
+
+def repeat_mask_row(rows_RX: Tensor, slots: int) -> Tensor:
+    """[A + 1, ...] of the anchors and of the mask token -> [A * slots, ...] of all slots: an anchor, then
+    masks.
+    """
+    anchors_A, mask = rows_RX[:-1, None], rows_RX[-1:, None]
+    masks = mask.expand(anchors_A.shape[0], slots - 1, *rows_RX.shape[1:])
+    return torch.cat((anchors_A, masks), dim=1).flatten(0, 1)
+
+
+def without_anchors(x_QX: Tensor, slots: int, rows: int) -> Tensor:
+    """[A * slots, X] of all slots -> [rows, X] of slots 1 and later, zeros behind them."""
+    kept = x_QX.view(-1, slots, x_QX.shape[1])[:, 1:].flatten(0, 1)
+    return F.pad(kept, (0, 0, 0, rows - kept.shape[0]))
 
 
 def _checkpointed(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -409,6 +448,7 @@ class Drafter(nn.Module):
         self._context: Callable[..., Context] = context_keys_values
         self._first_layer: Callable[..., Tensor] = first_draft_layer
         self._layer: Callable[..., Tensor] = draft_layer
+        self._last_layer: Callable[..., Tensor] = last_draft_layer
         self._final: Callable[..., Tensor] = final_norm
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
@@ -438,11 +478,13 @@ class Drafter(nn.Module):
         self._context = compiled(self._context)
         self._first_layer = compiled(self._first_layer)
         self._layer = compiled(self._layer)
+        self._last_layer = compiled(self._last_layer)
         self._final = compiled(self._final)
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers in backward: less memory, more time. Before `compile_regions`."""
         self._first_layer, self._layer = _checkpointed(first_draft_layer), _checkpointed(draft_layer)
+        self._last_layer = _checkpointed(last_draft_layer)
 
     def layer_weights(self) -> tuple[LayerWeights, ...]:
         """Return the weights of all draft layers, first layer first."""
@@ -482,7 +524,13 @@ class Drafter(nn.Module):
         more about its slots.
         """
         context = self.context(taps_CE, position_C)
-        return self._layers(input_QD.to(self.compute_dtype), context, position_Q, masks, first=0)
+        c = self.config
+        turns = rotary_tables(position_Q, c.rope_theta, c.head_dim)
+        x_QD = input_QD.to(self.compute_dtype)
+        for i, weights in enumerate(self.layer_weights()):
+            keys, values, mask = context.keys[i], context.values[i], masks[c.types[i]]
+            x_QD = self._layer(x_QD, keys, values, weights, *turns, mask, self.shape)
+        return self._final(x_QD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
 
     def forward_blocks(
         self,
@@ -491,11 +539,16 @@ class Drafter(nn.Module):
         rows_RD: Tensor,
         position_Q: Tensor,
         masks: Mapping[LayerType, BlockMask | Tensor],
+        last_mask: BlockMask | Tensor,
     ) -> Tensor:
         """As `forward` for whole blocks, given the embeddings [A + 1, D] of the A anchors and of the mask
         token.
+
+        `last_mask` has the P queries of the last layer: slots 1..K-1 of all blocks, then padding. Returns [P,
+        D].
         """
-        return self.block_slots(self.context(taps_CE, position_C), rows_RD, position_Q, masks)
+        context = self.context(taps_CE, position_C)
+        return self.block_slots(context, rows_RD, position_Q, masks, last_mask)
 
     def block_slots(
         self,
@@ -503,40 +556,22 @@ class Drafter(nn.Module):
         rows_RD: Tensor,
         position_Q: Tensor,
         masks: Mapping[LayerType, BlockMask | Tensor],
+        last_mask: BlockMask | Tensor,
     ) -> Tensor:
         """The layers and the last norm over blocks, given the context's keys and values."""
-        c = self.config
-        cos_QF, sin_QF = rotary_tables(position_Q, c.rope_theta, c.head_dim)
-        x_QD = self._first_layer(
-            rows_RD.to(self.compute_dtype),
-            context.keys[0],
-            context.values[0],
-            self.layer_weights()[0],
-            cos_QF,
-            sin_QF,
-            masks[c.types[0]],
-            self.shape,
-            c.block_size,
-        )
-        return self._layers(x_QD, context, position_Q, masks, first=1)
-
-    def _layers(
-        self,
-        x_QD: Tensor,
-        context: Context,
-        position_Q: Tensor,
-        masks: Mapping[LayerType, BlockMask | Tensor],
-        *,
-        first: int,
-    ) -> Tensor:
-        """Layers `first` and later, then the last norm."""
-        c = self.config
-        cos_QF, sin_QF = rotary_tables(position_Q, c.rope_theta, c.head_dim)
-        weights = self.layer_weights()
-        for i in range(first, c.num_layers):
-            keys, values, mask = context.keys[i], context.values[i], masks[c.types[i]]
-            x_QD = self._layer(x_QD, keys, values, weights[i], cos_QF, sin_QF, mask, self.shape)
-        return self._final(x_QD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
+        c, shape, weights = self.config, self.shape, self.layer_weights()
+        turns = rotary_tables(position_Q, c.rope_theta, c.head_dim)
+        slots, last = c.block_size, c.num_layers - 1
+        where = [(context.keys[i], context.values[i], weights[i], *turns) for i in range(c.num_layers)]
+        x_QD = self._first_layer(rows_RD.to(shape.dtype), *where[0], masks[c.types[0]], shape, slots)
+        for i in range(1, last):
+            x_QD = self._layer(x_QD, *where[i], masks[c.types[i]], shape)
+        if last > 0:
+            x_PD = self._last_layer(x_QD, *where[last], last_mask, shape, slots)
+        else:
+            queries = last_mask.seq_lengths[0] if isinstance(last_mask, BlockMask) else last_mask.shape[0]
+            x_PD = without_anchors(x_QD, slots, queries)
+        return self._final(x_PD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
 
     @torch.no_grad()
     def extend(self, cache: ContextCache, taps_TE: Tensor) -> None:

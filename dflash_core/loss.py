@@ -5,8 +5,8 @@ Logits of all slots never exist: a chunk of slots goes through the head, its cro
 with respect to the hidden states are computed at once, and the logits are overwritten by the next chunk. That
 is two products with the head, one forward and one for the gradient. The gradient rows are kept unweighted:
 the gradient of a slot's loss is linear in its weight, so weights that depend on the losses themselves
-(D-PACE) are applied in backward. Shapes: Q slots of a row (A anchors x K), N the most that can be scored, D
-width, V vocabulary, C context tokens.
+(D-PACE) are applied in backward. Shapes: P rows of hidden states (slots 1..K-1 of A anchors, and padding), N
+the most slots that can be scored, D width, V vocabulary, C context tokens.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class HeadInputs:
     """The scored slots on the device (see `dflash_core.blocks.ScoredSlots`)."""
 
     slot_N: Tensor
-    """int32 or int64 [N]: index into Q."""
+    """int64 [N]: row of the hidden states."""
     label_N: Tensor
     """int64 [N]."""
-    rank_Q: Tensor
-    """int64 [Q]: place among the scored slots, -1 where not scored."""
+    rank_P: Tensor
+    """int64 [P]: place of each row among the scored slots, -1 where not scored."""
     count: int
     """Entries of `slot_N` and `label_N` that are real."""
 
@@ -127,22 +127,25 @@ def leading_matches(correct_AK: Tensor, scored_AK: Tensor) -> Tensor:
     return (correct_AK & scored_AK)[:, 1:].cumprod(dim=1).sum(dim=1)
 
 
-def spread(values_N: Tensor, rank_Q: Tensor, shape_AK: tuple[int, int]) -> Tensor:
-    """Return values of scored slots at their places in the blocks, [A, K], zero elsewhere."""
-    found_Q = values_N[rank_Q.clamp(min=0)]
-    return torch.where(rank_Q >= 0, found_Q, torch.zeros_like(found_Q)).view(shape_AK)
+def spread(values_N: Tensor, rank_P: Tensor, shape_AK: tuple[int, int]) -> Tensor:
+    """Return values of scored slots at their places in the blocks, [A, K], zero elsewhere (slot 0
+    included).
+    """
+    anchors, slots = shape_AK
+    found_P = torch.where(rank_P >= 0, values_N[rank_P.clamp(min=0)], 0.0)
+    return F.pad(found_P[: anchors * (slots - 1)].view(anchors, slots - 1), (1, 0))
 
 
 def head_loss(
-    hidden_QD: Tensor, head_VD: Tensor, inputs: HeadInputs, chunk_slots: int, teacher: Teacher | None = None
+    hidden_PD: Tensor, head_VD: Tensor, inputs: HeadInputs, chunk_slots: int, teacher: Teacher | None = None
 ) -> SlotLosses:
     """Send the scored slots through the frozen head and score them (see the module's docstring).
 
-    `hidden_QD` and `head_VD` have one dtype. With gradients enabled the gradient is computed here, in
+    `hidden_PD` and `head_VD` have one dtype. With gradients enabled the gradient is computed here, in
     forward; backward only scales and scatters it. On CUDA the pass over the logits is one kernel of our own,
     elsewhere plain torch.
     """
-    loss_N, ce_N, correct_N = _HeadLoss.apply(hidden_QD, head_VD, inputs, chunk_slots, teacher)
+    loss_N, ce_N, correct_N = _HeadLoss.apply(hidden_PD, head_VD, inputs, chunk_slots, teacher)
     return SlotLosses(loss_N, ce_N, correct_N)
 
 
@@ -150,7 +153,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_QD: Tensor,
+        hidden_PD: Tensor,
         head_VD: Tensor,
         inputs: HeadInputs,
         chunk_slots: int,
@@ -158,18 +161,18 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         most = inputs.slot_N.shape[0]
         wanted = ctx.needs_input_grad[0]
-        loss_N = torch.zeros(most, dtype=torch.float32, device=hidden_QD.device)
+        loss_N = torch.zeros(most, dtype=torch.float32, device=hidden_PD.device)
         ce_N, correct_N, scale_N = (
             torch.zeros_like(loss_N),
             torch.zeros_like(loss_N),
             torch.zeros_like(loss_N),
         )
-        grad_ND = hidden_QD.new_zeros((most if wanted else 0, hidden_QD.shape[1]))
-        buffer = hidden_QD.new_empty((min(chunk_slots, most), head_VD.shape[0]))
+        grad_ND = hidden_PD.new_zeros((most if wanted else 0, hidden_PD.shape[1]))
+        buffer = hidden_PD.new_empty((min(chunk_slots, most), head_VD.shape[0]))
         for start in range(0, inputs.count, chunk_slots):
             part = slice(start, min(start + chunk_slots, inputs.count))
             logits = torch.mm(
-                hidden_QD[inputs.slot_N[part]], head_VD.t(), out=buffer[: part.stop - part.start]
+                hidden_PD[inputs.slot_N[part]], head_VD.t(), out=buffer[: part.stop - part.start]
             )
             teacher_logits, kl_weight = None, 0.0
             if teacher is not None:
@@ -182,16 +185,16 @@ class _HeadLoss(torch.autograd.Function):
             )
             if wanted:
                 torch.mm(logits, head_VD, out=grad_ND[part])
-        ctx.save_for_backward(grad_ND, scale_N, inputs.rank_Q)
+        ctx.save_for_backward(grad_ND, scale_N, inputs.rank_P)
         ctx.mark_non_differentiable(ce_N, correct_N)
         return loss_N, ce_N, correct_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_ND, scale_N, rank_Q = ctx.saved_tensors
-        known_Q = rank_Q.clamp(min=0)
-        scale_Q = torch.where(rank_Q >= 0, (grads[0] * scale_N)[known_Q], 0.0)
-        return (grad_ND[known_Q] * scale_Q[:, None]).to(grad_ND.dtype), None, None, None, None
+        grad_ND, scale_N, rank_P = ctx.saved_tensors
+        known_P = rank_P.clamp(min=0)
+        scale_P = torch.where(rank_P >= 0, (grads[0] * scale_N)[known_P], 0.0)
+        return (grad_ND[known_P] * scale_P[:, None]).to(grad_ND.dtype), None, None, None, None
 
 
 def _score_plainly(

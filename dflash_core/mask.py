@@ -78,37 +78,44 @@ def visible_bounds(blocks: Blocks, row_tokens: int, *, sliding_window: int | Non
     return np.stack([lo_AK, hi_AK, own_lo_AK, own_hi_AK]).reshape(4, -1).astype(np.int32)
 
 
-def dense_mask(bounds_4Q: np.ndarray, row_tokens: int) -> Tensor:
-    """Bool [Q, S], True where a query sees a key: for SDPA on small rows, and to check the tile tables
+def last_layer_queries(blocks: Blocks, multiple: int) -> np.ndarray:
+    """int64 [P]: the slots (indices into Q) that the last layer is computed for: slots 1..K-1, block after
+    block.
+
+    P is rounded up to a multiple; the padding repeats the last slot.
+    """
+    anchors, slots = blocks.scored_AK.shape
+    slot_Q = np.arange(anchors * slots).reshape(anchors, slots)[:, 1:].reshape(-1)
+    return np.concatenate([slot_Q, np.full(-len(slot_Q) % multiple, slot_Q[-1])])
+
+
+def dense_mask(bounds_4P: np.ndarray, keys: int) -> Tensor:
+    """Bool [P, S], True where a query sees a key: for SDPA on small rows, and to check the tile tables
     against.
     """
-    key_S = np.arange(row_tokens + bounds_4Q.shape[1])[None, :]
-    lo, hi, own_lo, own_hi = (bound[:, None] for bound in bounds_4Q)
+    key_S = np.arange(keys)[None, :]
+    lo, hi, own_lo, own_hi = (bound[:, None] for bound in bounds_4P)
     return torch.from_numpy(((key_S >= lo) & (key_S < hi)) | ((key_S >= own_lo) & (key_S < own_hi)))
 
 
-def tile_tables(bounds_4Q: np.ndarray, row_tokens: int, tile: int = TILE) -> TileTables:
+def tile_tables(bounds_4P: np.ndarray, row_tokens: int, keys: int, tile: int = TILE) -> TileTables:
     """Build flex attention's tables on the CPU from the intervals, without a Q x S mask.
 
     Raises UserError unless row and queries are whole tiles (a tile must not straddle context and slots).
     """
-    queries = bounds_4Q.shape[1]
-    if row_tokens % tile or queries % tile:
+    if row_tokens % tile or keys % tile or bounds_4P.shape[1] % tile:
         raise UserError(
-            f"training.row_tokens ({row_tokens}) and anchors_per_row * block_size ({queries}) must be "
-            f"multiples of {tile} for flex attention; round them up (unused tokens and anchors are padding)"
+            f"training.row_tokens ({row_tokens}) and anchors_per_row * block_size ({keys - row_tokens}) must "
+            f"be multiples of {tile} for flex attention; round them up (what is not used is padding)"
         )
-    key_tiles = (row_tokens + queries) // tile
-    touched = _count_tiles(bounds_4Q, key_tiles, tile, whole=False)
-    covered = _count_tiles(bounds_4Q, key_tiles, tile, whole=True)
+    touched = _count_tiles(bounds_4P, keys // tile, tile, whole=False)
+    covered = _count_tiles(bounds_4P, keys // tile, tile, whole=True)
     full = covered == tile
     partial = (touched > 0) & ~full
     return TileTables(*_ordered(partial), *_ordered(full), *_ordered(partial.T), *_ordered(full.T))
 
 
-def block_mask(
-    bounds: tuple[Tensor, Tensor, Tensor, Tensor], tables: TileTables, row_tokens: int
-) -> BlockMask:
+def block_mask(bounds: tuple[Tensor, Tensor, Tensor, Tensor], tables: TileTables, keys: int) -> BlockMask:
     """Assemble a `BlockMask` on the tensors' device. Only tensors are captured, so new masks never recompile
     a graph.
 
@@ -120,9 +127,8 @@ def block_mask(
         context = (key >= lo_Q[query]) & (key < hi_Q[query])
         return context | ((key >= own_lo_Q[query]) & (key < own_hi_Q[query]))
 
-    queries = lo_Q.shape[0]
     named = {name: getattr(tables, name) for name in TileTables.__slots__}
-    return BlockMask((queries, row_tokens + queries), **named, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+    return BlockMask((lo_Q.shape[0], keys), **named, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def _count_tiles(bounds_4Q: np.ndarray, key_tiles: int, tile: int, *, whole: bool) -> np.ndarray:

@@ -65,8 +65,8 @@ class Tally:
         """Add one row."""
         shape = (row.scored_AK.shape[0], row.scored_AK.shape[1])
         scored_AK = row.scored_AK
-        ce_AK = spread(losses.ce_N, row.rank_Q, shape)
-        correct_AK = spread(losses.correct_N, row.rank_Q, shape) > 0
+        ce_AK = spread(losses.ce_N, row.rank_P, shape)
+        correct_AK = spread(losses.correct_N, row.rank_P, shape) > 0
         matches_A = leading_matches(correct_AK, scored_AK)
         in_use_A = scored_AK.any(dim=1)
         whole_A = scored_AK[:, 1:].all(dim=1)

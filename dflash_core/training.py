@@ -138,11 +138,11 @@ class Trainer:
         """Losses of the row's scored slots and their weights, float32 [N] each; weights carry no gradient."""
         batch = row.batch
         rows_RD = F.embedding(batch.input_ids_R, self._embedding_VD)
-        hidden_QD = self.drafter.forward_blocks(
-            row.taps_CE, batch.position_C, rows_RD, batch.position_Q, batch.attention_masks()
+        hidden_PD = self.drafter.forward_blocks(
+            row.taps_CE, batch.position_C, rows_RD, batch.position_Q, *batch.attention_masks()
         )
         losses = head_loss(
-            hidden_QD, self._head_VD, batch.head_inputs, self.config.loss.chunk_slots, self._teacher(row)
+            hidden_PD, self._head_VD, batch.head_inputs, self.config.loss.chunk_slots, self._teacher(row)
         )
         return losses, self._weights(losses, batch)
 
@@ -253,10 +253,10 @@ class Trainer:
         return Teacher(row.last_hidden_CD, row.batch.teacher_N, weight)
 
     def _weights(self, losses: SlotLosses, batch: RowBatch) -> Tensor:
-        weight_N = self._slot_weight_K[batch.slot_N % self.drafter.config.block_size]
+        weight_N = self._slot_weight_K[1 + batch.slot_N % (self.drafter.config.block_size - 1)]
         if self.config.loss.weighting == "dpace":
             shape = (batch.scored_AK.shape[0], batch.scored_AK.shape[1])
-            ce_AK = spread(losses.ce_N, batch.rank_Q, shape)
+            ce_AK = spread(losses.ce_N, batch.rank_P, shape)
             weight_AK = dpace_weights(ce_AK, batch.scored_AK, self.config.loss.dpace_alpha)
-            weight_N = weight_AK.view(-1)[batch.slot_N]
+            weight_N = weight_AK[:, 1:].reshape(-1)[batch.slot_N]
         return weight_N.where(torch.arange(len(weight_N), device=weight_N.device) < batch.count, 0.0)

@@ -70,12 +70,14 @@ def test_scored_slots_are_the_scored_ones_in_order() -> None:
     blocks = build_blocks(
         random_row([30, 25], 64), anchors=12, block_size=4, mask_token_id=MASK, seed=0, epoch=0
     )
-    slots = scored_slots(blocks)
+    slots = scored_slots(blocks, 40)
     assert slots.count == blocks.scored_AK.sum() > 0
-    assert slots.slot_N[: slots.count].tolist() == np.flatnonzero(blocks.scored_AK).tolist()
-    for n, q in enumerate(slots.slot_N[: slots.count]):
-        assert slots.rank_Q[q] == n and slots.label_N[n] == blocks.labels_AK.reshape(-1)[q]
-    assert (slots.rank_Q >= 0).sum() == slots.count and len(slots.slot_N) == 12 * 3
+    numbers = [a * 3 + k - 1 for a, k in zip(*np.nonzero(blocks.scored_AK), strict=True)]
+    assert slots.slot_N[: slots.count].tolist() == numbers
+    for n, p in enumerate(numbers):
+        assert slots.rank_P[p] == n and slots.label_N[n] == blocks.labels_AK[p // 3, p % 3 + 1]
+    assert (slots.rank_P >= 0).sum() == slots.count
+    assert len(slots.slot_N) == 36 and len(slots.rank_P) == 40
 
 
 def test_anchors_depend_on_seed_epoch_and_sample_alone() -> None:

@@ -27,15 +27,18 @@ def _blocks_of(samples, config, epoch=0):
     )
 
 
-@pytest.mark.parametrize("types", ["full", "mixed", "sliding"])
+@pytest.mark.parametrize("types", ["full", "mixed", "sliding", "one", "two"])
 @pytest.mark.parametrize("lengths", [[20, 1, 25, 2], [64]])
 def test_training_forward_equals_inference_with_cache(types: str, lengths: list[int]) -> None:
     kinds = {
         "full": ("full_attention",) * 3,
         "sliding": ("sliding_attention",) * 3,
         "mixed": ("sliding_attention", "sliding_attention", "full_attention"),
+        "one": ("full_attention",),
+        "two": ("full_attention", "sliding_attention"),
     }
-    trainer = tiny_trainer(drafter_changes={"layer_types": kinds[types]})
+    shape = {"layer_types": kinds[types], "num_layers": len(kinds[types])}
+    trainer = tiny_trainer(drafter_changes=shape)
     drafter, config = trainer.drafter, trainer.drafter.config
     samples = random_samples(lengths)
     row = make_row(samples, config)
@@ -43,10 +46,12 @@ def test_training_forward_equals_inference_with_cache(types: str, lengths: list[
     rows_RD = F.embedding(row.batch.input_ids_R, trainer._embedding_VD)
     input_QD = repeat_mask_row(rows_RD, config.block_size)
     where = (row.taps_CE, row.batch.position_C)
-    slots = (row.batch.position_Q, row.batch.attention_masks())
+    masks, last_mask = row.batch.attention_masks()
     with torch.no_grad():
-        hidden_QD = drafter.forward_blocks(*where, rows_RD, *slots)
-        torch.testing.assert_close(drafter(*where, input_QD, *slots), hidden_QD, rtol=1e-5, atol=1e-5)
+        hidden_QD = drafter(*where, input_QD, row.batch.position_Q, masks)
+        hidden_PD = drafter.forward_blocks(*where, rows_RD, row.batch.position_Q, masks, last_mask)
+    kept = hidden_QD.view(12, config.block_size, -1)[:, 1:].flatten(0, 1)
+    torch.testing.assert_close(hidden_PD, kept, rtol=1e-5, atol=1e-5)
     compared = 0
     packed = pack_tokens(samples, 64)
     for a in range(12):

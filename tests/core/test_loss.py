@@ -29,9 +29,9 @@ def _inputs(queries: int, count: int, most: int, vocabulary: int) -> HeadInputs:
     slot_N[:count] = slots
     label_N = torch.zeros(most, dtype=torch.int64)
     label_N[:count] = torch.randint(0, vocabulary, (count,), generator=generator)
-    rank_Q = torch.full((queries,), -1)
-    rank_Q[slots] = torch.arange(count)
-    return HeadInputs(slot_N, label_N, rank_Q, count)
+    rank_P = torch.full((queries,), -1)
+    rank_P[slots] = torch.arange(count)
+    return HeadInputs(slot_N, label_N, rank_P, count)
 
 
 @pytest.mark.parametrize("count", [0, 1, 13, 32])
@@ -102,8 +102,12 @@ def test_leading_matches_by_hand() -> None:
 
 
 def test_spread_puts_values_back() -> None:
-    inputs = _inputs(12, 5, 9, 10)
+    inputs = _inputs(11, 5, 9, 10)
+    rank_P = inputs.rank_P.clone()
+    rank_P[9:] = -1
     values = torch.arange(1.0, 10.0)
-    spread_AK = spread(values, inputs.rank_Q, (3, 4))
-    assert spread_AK.reshape(-1)[inputs.slot_N[:5]].tolist() == [1, 2, 3, 4, 5]
-    assert (spread_AK != 0).sum() == 5
+    spread_AK = spread(values, rank_P, (3, 4))
+    assert spread_AK.shape == (3, 4) and not spread_AK[:, 0].any()
+    kept = [(int(slot), n + 1.0) for n, slot in enumerate(inputs.slot_N[:5]) if slot < 9]
+    assert kept and [(s, float(spread_AK[:, 1:].reshape(-1)[s])) for s, _ in kept] == kept
+    assert (spread_AK != 0).sum() == len(kept)

@@ -9,7 +9,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash_core.blocks import Blocks, build_blocks
 from dflash_core.configuration import UserError
-from dflash_core.mask import TileTables, block_mask, dense_mask, tile_tables, visible_bounds
+from dflash_core.mask import (
+    TileTables,
+    block_mask,
+    dense_mask,
+    last_layer_queries,
+    tile_tables,
+    visible_bounds,
+)
 from dflash_core.packing import PackedTokens
 from tests.core.test_blocks import random_row
 
@@ -40,30 +47,35 @@ def by_hand(packed: PackedTokens, blocks: Blocks, window: int | None) -> np.ndar
 def test_dense_mask_by_hand(window: int | None, lengths: list[int]) -> None:
     packed = random_row(lengths, 64)
     blocks = build_blocks(packed, anchors=9, block_size=5, mask_token_id=99, seed=0, epoch=0)
-    mask = dense_mask(visible_bounds(blocks, 64, sliding_window=window), 64)
+    mask = dense_mask(visible_bounds(blocks, 64, sliding_window=window), 64 + 45)
     assert np.array_equal(mask.numpy(), by_hand(packed, blocks, window))
 
 
 def test_no_attention_crosses_a_document() -> None:
     packed = random_row([30, 34, 40], 128)
     blocks = build_blocks(packed, anchors=40, block_size=4, mask_token_id=99, seed=0, epoch=0)
-    mask = dense_mask(visible_bounds(blocks, 128), 128).numpy()[:, :128]
+    mask = dense_mask(visible_bounds(blocks, 128), 128 + 160).numpy()[:, :128]
     queries, keys = np.nonzero(mask)
     own = packed.document_C[blocks.anchor_A[queries // 4]]
     assert len(keys) > 100 and (packed.document_C[keys] == own).all()
 
 
+@pytest.mark.parametrize("last_layer", [False, True])
 @pytest.mark.parametrize("window", [None, 100, 2048])
 @pytest.mark.parametrize("lengths", [[700, 1, 300, 20], [1024], [], [129, 127, 256]])
-def test_tile_tables_equal_flex_attentions_own(window: int | None, lengths: list[int]) -> None:
+def test_tile_tables_equal_flex_attentions_own(
+    window: int | None, lengths: list[int], last_layer: bool
+) -> None:
     blocks = build_blocks(
         random_row(lengths, 1024), anchors=64, block_size=8, mask_token_id=99, seed=0, epoch=0
     )
     bounds = visible_bounds(blocks, 1024, sliding_window=window)
-    tables = tile_tables(bounds, 1024)
+    if last_layer:
+        bounds = bounds[:, last_layer_queries(blocks, 128)]
+    tables = tile_tables(bounds, 1024, 1536)
     tensors = tuple(torch.from_numpy(b.copy()) for b in bounds)
-    ours = block_mask(tensors, tables, 1024)
-    theirs = create_block_mask(ours.mask_mod, None, None, 512, 1536, device="cpu", BLOCK_SIZE=128)
+    ours = block_mask(tensors, tables, 1536)
+    theirs = create_block_mask(ours.mask_mod, None, None, len(tensors[0]), 1536, device="cpu", BLOCK_SIZE=128)
     for name in TileTables.__slots__:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
@@ -75,11 +87,11 @@ def test_tables_have_one_shape_whatever_the_row() -> None:
         blocks = build_blocks(
             random_row(lengths, 1024), anchors=32, block_size=8, mask_token_id=99, seed=0, epoch=0
         )
-        shapes.add(tuple(t.shape for t in tile_tables(visible_bounds(blocks, 1024), 1024).tensors()))
+        shapes.add(tuple(t.shape for t in tile_tables(visible_bounds(blocks, 1024), 1024, 1280).tensors()))
     assert len(shapes) == 1
 
 
 def test_rows_must_be_whole_tiles() -> None:
     blocks = build_blocks(random_row([50], 64), anchors=16, block_size=8, mask_token_id=99, seed=0, epoch=0)
     with pytest.raises(UserError, match="multiples of 128"):
-        tile_tables(visible_bounds(blocks, 64), 64)
+        tile_tables(visible_bounds(blocks, 64), 64, 192)
