@@ -85,6 +85,8 @@ class RowReader:
         Raises UserError when a column is not stored, or scales are missing.
         """
         config = config or ReaderConfig()
+        if dataset.sealed:
+            dataset.manifest()  # from now on, only the records that were sealed are accepted
         self._dataset, self._rows, self._row_tokens = dataset, rows, row_tokens
         self._device = _with_index(torch.device(device))
         self._shape = (row_tokens, len(columns) * dataset.spec.target.hidden_size)

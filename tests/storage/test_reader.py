@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,12 @@ from dflash_core.packing import pack_tokens, plan_epoch
 from storage.codec import parse_codec
 from storage.dataset import Dataset, ShardCorrupt, open_dataset
 from storage.fetch import GroupFetcher, GroupKey
-from storage.objects import StoreError
+from storage.objects import StoreError, open_store
 from storage.reader import ReaderConfig, RowReader
 from tests.storage.made import (
     WIDTH,
     capture,
+    contents,
     made_dataset,
     made_samples,
     made_spec,
@@ -227,6 +230,63 @@ def test_fetching_holds_no_more_than_it_may_and_reads_a_shared_group_once(stores
         assert fetcher.held_bytes <= limit
     fetcher.close()
     assert len(reads) == len(set(reads)) == len(keys)
+
+
+def test_only_the_wanted_columns_are_read(stores: dict[str, Path]) -> None:
+    dataset = open_dataset(stores["lossless"])
+    rows: list[np.ndarray | None] = [np.arange(4)]
+    sizes: list[int] = []
+    read_into = dataset.store.read_into
+
+    def counted(key: str, start: int, buffer: memoryview) -> None:
+        sizes.append(len(buffer))
+        read_into(key, start, buffer)
+
+    dataset.store.read_into = counted  # type: ignore[method-assign]
+    list(RowReader(dataset, dataset.columns, rows, row_tokens=200, device="cpu"))
+    everything, requests = sum(sizes), len(sizes)
+    sizes.clear()
+    list(RowReader(dataset, dataset.columns[:1], rows, row_tokens=200, device="cpu"))
+    assert sum(sizes) < 0.5 * everything and len(sizes) == requests
+    sizes.clear()
+    list(RowReader(dataset, dataset.columns[2:], rows, row_tokens=200, device="cpu"))
+    assert sum(sizes) < 0.5 * everything and len(sizes) == 2 * requests
+
+
+def test_reading_from_s3_is_reading_from_a_folder(stores: dict[str, Path], s3_uri: str) -> None:
+    local = open_dataset(stores["tolerance=0.1"])
+    remote = open_store(s3_uri)
+    for key, data in contents(local.store).items():
+        remote.put_bytes(f"{stores['tolerance=0.1'].name}/{key}", data)
+    rows = planned_rows(local)
+    with (
+        RowReader(local, local.columns, rows, row_tokens=ROW_TOKENS, device="cpu") as expected,
+        RowReader(open_dataset(s3_uri), local.columns, rows, row_tokens=ROW_TOKENS, device="cpu") as found,
+    ):
+        for (_, a), (_, b) in zip(expected, found, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_records_of_another_seal_are_refused(stores: dict[str, Path], tmp_path: Path) -> None:
+    dataset = copied(stores, "lossless", tmp_path)
+    path = Path(dataset.uri.removeprefix("file://")) / "records" / "00000.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ShardCorrupt, match="not the one that was sealed"):
+        list(RowReader(dataset, dataset.columns, [np.array([0])], row_tokens=ROW_TOKENS, device="cpu"))
+
+
+def test_a_process_that_forgets_its_reader_still_ends(stores: dict[str, Path]) -> None:
+    program = f"""
+import numpy as np
+from storage.dataset import open_dataset
+from storage.reader import RowReader
+dataset = open_dataset({str(stores["lossless"])!r})
+reader = RowReader(dataset, dataset.columns, [np.array([i]) for i in range(20)], row_tokens=64, device="cpu")
+next(reader)
+raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 7
 
 
 def test_capture_helper_is_what_the_writer_stored(stores: dict[str, Path]) -> None:
