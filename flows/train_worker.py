@@ -141,7 +141,8 @@ class TrainLoop:
         first = next(rows)
         rows = itertools.chain([first], rows)
         self._clock.begin()
-        if self._compiled and local_step == WARM_STEPS - 1:
+        on_gpu = self._world.device.type == "cuda"  # where attention can be fused at all
+        if self._compiled and on_gpu and local_step == WARM_STEPS - 1:
             calls = fused_attention_calls(lambda: trainer.step(rows, count))
             require_fused_attention(*calls, layers=trainer.drafter.config.num_layers)
         else:
