@@ -68,7 +68,9 @@ class ExtractConfig(Config):
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """The run fails when a larger share of the chats cannot be used at all."""
     chat: ChatConfig = ChatConfig()
+    """How chats become tokens."""
     target: TargetConfig
+    """Whose hidden states, and which."""
     responses: ResponsesConfig | None = None
     """Set to have the responses of the chats replaced by the target's own."""
     codec: str = "tolerance=0.1"
@@ -82,6 +84,7 @@ class ExtractConfig(Config):
     shards_per_child: Annotated[int, Field(ge=0)] = 0
     """Split a plan larger than this into child flow runs of this many shards; 0: never."""
     workers: WorkersConfig = WorkersConfig()
+    """Where the work is done. Not part of the data set's identity."""
 
     @field_validator("codec")
     @classmethod
@@ -163,10 +166,13 @@ class TrainConfig(Config):
     output: str
     """Folder for checkpoints, metrics, the exported drafter and the report; a run continues what it finds."""
     drafter: DrafterShape
+    """What to train."""
     training: TrainingConfig = TrainingConfig()
+    """How to train it."""
     gpus: tuple[str, ...] = ()
     """One rank each, e.g. 5, 6, 7. Empty: every visible GPU, or `cpu_ranks` ranks on the CPU."""
     cpu_ranks: Annotated[int, Field(ge=1)] = 1
+    """Ranks where no GPU is used."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Ranks that say nothing for this long are ended; more than compilation takes."""
     cache: CompileCacheConfig | None = CompileCacheConfig()

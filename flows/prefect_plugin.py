@@ -17,6 +17,8 @@ PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 
 NAMES = frozenset({"extract-hidden-states", "train-drafter"})
 COMMANDS = frozenset({"run", "inspect"})
+FREE_TEXT = frozenset({"-t", "--tag", "--flow-run-name"})
+"""Options whose value may look like one of our names."""
 
 
 def full_names(argv: list[str]) -> list[str]:
@@ -26,9 +28,8 @@ def full_names(argv: list[str]) -> list[str]:
     at = argv.index("deployment") + 1
     if at >= len(argv) or argv[at] not in COMMANDS:
         return argv
-    # Only the first word that is ours: the value of an option may look the same.
     for i in range(at + 1, len(argv)):
-        if argv[i] in NAMES and not argv[i - 1].startswith("-"):
+        if argv[i] in NAMES and argv[i - 1] not in FREE_TEXT:
             return [*argv[:i], f"{argv[i]}/{argv[i]}", *argv[i + 1 :]]
     return argv
 
