@@ -9,8 +9,9 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -52,20 +53,20 @@ def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scrat
     database). Every object is a function of the stream, so a killed creation is finished by the same call.
     Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written.
     """
-    with tempfile.TemporaryDirectory(prefix="dflash-plan-", dir=scratch_dir) as folder:
-        ids = _SeenIds(Path(folder) / "ids.sqlite", drop=spec.duplicate_ids == "drop")
-        index = _IndexWriter(Path(folder) / "index.parquet")
-        uploads = _Uploads(store)
-        try:
-            shards = [
-                uploads.add(index.add(number, spec, shard), shard)
-                for number, shard in enumerate(_in_shards(ids.fresh(samples), spec.shard_tokens))
-            ]
-            planned = tuple(shard.result() for shard in shards)
-            index_sha256 = _publish_same(store, INDEX_KEY, index.close())
-        finally:
-            uploads.close()
-            ids.close()
+    ids = _SeenIds(scratch_dir, drop=spec.duplicate_ids == "drop")
+    with (
+        tempfile.TemporaryFile(dir=scratch_dir) as file,
+        closing(_IndexWriter(file)) as index,
+        closing(ids),
+        closing(_Uploads(store)) as uploads,
+    ):
+        shards = [
+            uploads.add(index.add(number, spec, shard), shard)
+            for number, shard in enumerate(_in_shards(ids.fresh(samples), spec.shard_tokens))
+        ]
+        planned = tuple(shard.result() for shard in shards)
+        index.finish()
+        index_sha256 = _publish_same(store, INDEX_KEY, file)
     if not planned:
         raise DatasetError("there is not one usable sample: the data set would be empty")
     plan = Plan(
@@ -109,10 +110,17 @@ def _in_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[Sa
 
 
 class _SeenIds:
-    """Ids of all samples so far, on disk: exact, and small in memory however many there are."""
+    """Ids of all samples so far, on disk: exact, and small in memory however many there are.
 
-    def __init__(self, path: Path, drop: bool) -> None:
+    The file loses its name at once, so that it cannot outlive the process.
+    """
+
+    def __init__(self, scratch_dir: Path | None, drop: bool) -> None:
         self._drop, self.dropped = drop, 0
+        with tempfile.TemporaryDirectory(prefix="dflash-plan-", dir=scratch_dir) as folder:
+            self._open(Path(folder) / "ids.sqlite")
+
+    def _open(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
         self._database.execute("pragma journal_mode = off")
         self._database.execute("pragma synchronous = off")
@@ -153,9 +161,8 @@ def _checked(sample: Sample) -> Sample:
 class _IndexWriter:
     """index.parquet, written as the shards are cut."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._writer = pq.ParquetWriter(path, _INDEX_SCHEMA, compression="zstd", store_schema=False)
+    def __init__(self, file: IO[bytes]) -> None:
+        self._writer = pq.ParquetWriter(file, _INDEX_SCHEMA, compression="zstd", store_schema=False)
         self._ids: list[str] = []
         self._numbers: list[tuple[int, ...]] = []
 
@@ -189,10 +196,13 @@ class _IndexWriter:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=_INDEX_SCHEMA))
             self._ids, self._numbers = [], []
 
-    def close(self) -> Path:
+    def finish(self) -> None:
         self._flush()
         self._writer.close()
-        return self._path
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        self._writer.close()
 
 
 class _Uploads:
@@ -235,23 +245,27 @@ def _encode_samples(samples: list[Sample]) -> bytes:
     return sink.getvalue()
 
 
-def _publish_same(store: Store, key: str, data: bytes | Path) -> str:
+def _publish_same(store: Store, key: str, data: bytes | IO[bytes]) -> str:
     """Create an object, or make sure that the one that is there says the same; returns its sha256."""
     try:
         if isinstance(data, bytes):
             store.put_bytes(key, data)
             return hashlib.sha256(data).hexdigest()
-        store.put_file(key, data)
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        store.put_file(key, cast(BinaryIO, data))
+        return hashlib.file_digest(_from_start(data), "sha256").hexdigest()
     except ObjectExists:
-        there, here = store.get(key), data if isinstance(data, bytes) else data.read_bytes()
+        there, here = store.get(key), data if isinstance(data, bytes) else _from_start(data).read()
         if there != here and not _same_table(there, here):
             raise DatasetError(
                 f"{store.uri}/{key} was written from other samples than these; the chats must have changed "
                 "under the same fingerprint: choose another name for the data set, or remove this one"
             ) from None
         return hashlib.sha256(there).hexdigest()
+
+
+def _from_start(file: IO[bytes]) -> Any:
+    file.seek(0)
+    return file
 
 
 def _same_table(left: bytes, right: bytes) -> bool:
