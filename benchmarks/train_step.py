@@ -35,7 +35,7 @@ import torch.nn.functional as F
 
 import dflash_core.drafter as drafter_room
 from dflash_core.compile_watch import Watch
-from dflash_core.distributed import World
+from dflash_core.distributed import World, join_world, leave_world
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.loss import head_loss
 from dflash_core.metrics import row_flops
@@ -119,11 +119,11 @@ def _group_of(kernel: str) -> str:
 
 
 def build(
-    setting: dict[str, Any], chunk_slots: int, variant: dict[str, Any]
+    setting: dict[str, Any], chunk_slots: int, variant: dict[str, Any], world: World
 ) -> tuple[Trainer, TrainingRow, dict[str, Any]]:
     """A trainer with random weights and one packed row on the device."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = world.device
+    cuda = device.type == "cuda"
     config = DrafterConfig(**({"num_heads": 32, "num_kv_heads": 8, "num_layers": 5} | setting["drafter"]))
     row_tokens = setting["documents"] * setting["document_tokens"]
     training = TrainingConfig(
@@ -148,7 +148,6 @@ def build(
         torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)
         for _ in range(2)
     )
-    world = World(rank=0, size=1, device=device)
     trainer = Trainer(drafter, embedding, head, training, total_steps=1000, world=world)
     draw = np.random.default_rng(0)
     samples = [
@@ -313,13 +312,19 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
         drafter_room.flex_attention = tuned  # type: ignore[assignment]
     setting = SETTINGS[arguments.setting]
     chunks = [int(c) for c in arguments.chunks.split(",")]
+    world = join_world()
     watch = Watch.from_environment().start()
-    trainer, row, facts = build(setting, chunks[0], variant)
+    trainer, row, facts = build(setting, chunks[0], variant, world)
     synchronise()
     started = time.perf_counter()
     trainer.step([row], 1)
     synchronise()
     first = time.perf_counter() - started
+    if world.size > 1:
+        found = measure(trainer, row, facts, arguments.steps, arguments.ceiling or float("nan"))
+        profile = kernel_times(lambda: trainer.step([row], 1), 10)
+        leave_world(world)
+        return {"rank": world.rank, "first_step_s": round(first, 2), **found, "profile": profile}
     if arguments.only_first:
         return {"first_step_s": round(first, 2), "compile": _compiled(watch)}
     ceiling = arguments.ceiling or ceiling_tflops()
@@ -370,9 +375,17 @@ def _compiled(watch: Watch) -> dict[str, Any]:
     }
 
 
-def run_child(arguments: argparse.Namespace, setting: str, cache: str, *extra: str) -> dict[str, Any]:
-    """Run one measurement in a fresh process; its last line is the result."""
-    command = [sys.executable, __file__, "--child", "--setting", setting, "--steps", str(arguments.steps)]
+def run_child(
+    arguments: argparse.Namespace, setting: str, cache: str, *extra: str, ranks: int = 1
+) -> dict[str, Any]:
+    """Run one measurement in a fresh process (or `ranks` of them, each with a row of its own); rank 0's
+    result.
+    """
+    python = [sys.executable]
+    if ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        python += ["--virtual-local-rank"] if torch.cuda.is_available() else []
+    command = [*python, __file__, "--child", "--setting", setting, "--steps", str(arguments.steps)]
     command += ["--chunks", arguments.chunks, "--top", str(arguments.top), *extra]
     environment = {
         **os.environ,
@@ -383,7 +396,8 @@ def run_child(arguments: argparse.Namespace, setting: str, cache: str, *extra: s
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": done.stderr[-3000:]}
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = min(results, key=lambda result: result.get("rank", 0))
     tuned = [line for line in done.stderr.splitlines() if "flex_attention" in line]
     return found | ({"tuning_log": tuned[:60]} if tuned else {})
 
@@ -396,6 +410,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--chunks", default="4096", help="slots of a head chunk; the first is warmed up with")
     parser.add_argument("--variants", default="", help=f"besides plain: {', '.join(VARIANTS)}")
+    parser.add_argument("--ranks", default="", help="also on so many GPUs, e.g. 2,4")
     parser.add_argument("--top", type=int, default=25, help="kernels to list")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
@@ -415,6 +430,12 @@ def main() -> None:
             found = run_child(arguments, setting, cache)
             found["warm"] = run_child(arguments, setting, cache, "--only-first")
             ceiling = str(found.get("ceiling_tflops", 0.0))
+            for ranks in (int(r) for r in arguments.ranks.split(",") if r):
+                several = run_child(arguments, setting, cache, ranks=ranks)
+                if "step_ms" in several:
+                    alone = found["by_chunk_slots"][arguments.chunks.split(",")[0]]["step_ms"]
+                    several["efficiency"] = round(alone / several["step_ms"], 4)
+                found.setdefault("ranks", {})[ranks] = several
             for variant in filter(None, arguments.variants.split(",")):
                 other = run_child(arguments, setting, cache, "--variant", variant, "--ceiling", ceiling)
                 found.setdefault("variants", {})[variant] = other

@@ -114,11 +114,16 @@ class Optimizer:
             torch._foreach_mul_(matrices, (1.0 - halted) / scale)
             self._set_rate(self._muon, rate)
             self._muon.step()
-        # The protocol of torch's gradient scaler: the fused kernel divides by one and skips on the other.
-        setattr(self._adam, "grad_scale", scale)  # noqa: B010
-        setattr(self._adam, "found_inf", halted)  # noqa: B010
         self._set_rate(self._adam, rate)
-        self._adam.step()
+        if norm.is_cuda:
+            from dflash_core.optimizer_kernel import adamw_step
+
+            adamw_step(self._adam, optimizer_step + 1, scale, halted)
+        else:
+            # The protocol of torch's gradient scaler: the fused kernel divides by one and skips on the other.
+            setattr(self._adam, "grad_scale", scale)  # noqa: B010
+            setattr(self._adam, "found_inf", halted)  # noqa: B010
+            self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         if self._muon is not None:
             self._muon.zero_grad(set_to_none=True)

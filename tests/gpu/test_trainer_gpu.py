@@ -173,3 +173,29 @@ def test_kernel_equals_plain_torch() -> None:
         assert torch.equal(found_correct[~ties], correct[~ties])
         error = (fused.float() * scale[:, None] - plain.float()).norm() / plain.float().norm()
         assert error < 5e-3
+
+
+def test_adamw_kernel_equals_torchs() -> None:
+    from dflash_core.optimizer_kernel import adamw_step
+
+    torch.manual_seed(0)
+    ours, theirs = (
+        [torch.nn.Parameter(torch.randn(300, 77, device="cuda", generator=g)) for _ in range(2)]
+        for g in (torch.Generator("cuda").manual_seed(s) for s in (0, 0))
+    )
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    a, b = torch.optim.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    scale = torch.tensor(7.0, device="cuda")
+    for step in range(1, 6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad / 7
+        adamw_step(a, step, scale, torch.zeros((), device="cuda"))
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(a.state[p][name].cpu(), b.state[q][name].cpu())
+    before = ours[0].detach().clone()
+    adamw_step(a, 6, scale, torch.ones((), device="cuda"))
+    assert torch.equal(before, ours[0])
