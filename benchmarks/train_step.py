@@ -321,10 +321,10 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     synchronise()
     first = time.perf_counter() - started
     if world.size > 1:
-        found = measure(trainer, row, facts, arguments.steps, arguments.ceiling or float("nan"))
+        rates = measure(trainer, row, facts, arguments.steps, arguments.ceiling or float("nan"))
         profile = kernel_times(lambda: trainer.step([row], 1), 10)
         leave_world(world)
-        return {"rank": world.rank, "first_step_s": round(first, 2), **found, "profile": profile}
+        return {"rank": world.rank, "first_step_s": round(first, 2), **rates, "profile": profile}
     if arguments.only_first:
         return {"first_step_s": round(first, 2), "compile": _compiled(watch)}
     ceiling = arguments.ceiling or ceiling_tflops()
@@ -396,8 +396,7 @@ def run_child(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": done.stderr[-3000:]}
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = min(results, key=lambda result: result.get("rank", 0))
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     tuned = [line for line in done.stderr.splitlines() if "flex_attention" in line]
     return found | ({"tuning_log": tuned[:60]} if tuned else {})
 
@@ -419,9 +418,11 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(child(arguments)))
+        result = child(arguments)
+        if result.get("rank", 0) == 0:
+            print(json.dumps(result))
         return
-    result: dict[str, Any] = {
+    results: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
@@ -439,9 +440,9 @@ def main() -> None:
             for variant in filter(None, arguments.variants.split(",")):
                 other = run_child(arguments, setting, cache, "--variant", variant, "--ceiling", ceiling)
                 found.setdefault("variants", {})[variant] = other
-        result[setting] = found
+        results[setting] = found
         print(json.dumps({setting: found}), flush=True)
-    print(json.dumps(result, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
