@@ -87,6 +87,8 @@ def answer_turns(
         asked = [(chat, prompt) for chat in waiting if (prompt := chat.prompt()) is not None]
         if told is not None:
             told(len(conversations) - len(asked))
+        if not asked:
+            break
         answers = answer([(prompt, chat.tools) for chat, prompt in asked], seed)
         for (chat, _), response in zip(asked, answers, strict=True):
             if isinstance(response, ChatError):

@@ -1,0 +1,106 @@
+"""Chats are read from every kind of file with the place that each came from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dflash_core.configuration import UserError
+from storage.chats import UnreadableRecord, input_fingerprint, read_chats
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": "a", "messages": [{"role": "user", "content": "é"}]},
+    {
+        "id": "b",
+        "messages": [{"role": "user", "content": "x", "name": "n"}, {"role": "tool", "content": "y"}],
+    },
+]
+LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+
+
+def write_all(folder: Path) -> dict[str, Path]:
+    (folder / "plain.jsonl").write_text(LINES, "utf-8")
+    (folder / "list.json").write_text(json.dumps(RECORDS), "utf-8")
+    (folder / "lines.json").write_text(LINES, "utf-8")
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    (folder / "packed.jsonl.zst").write_bytes(zstandard.compress(LINES.encode()))
+    pq.write_table(pa.Table.from_pylist(RECORDS), folder / "table.parquet")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_every_kind_of_file_gives_the_same_records(tmp_path: Path) -> None:
+    for path in write_all(tmp_path).values():
+        read = list(read_chats(str(path)))
+        assert [record for record, _ in read] == RECORDS, path
+        assert [where for _, where in read] == [f"{path}:1", f"{path}:2"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "a.jsonl", "_problems.jsonl", ".draft.jsonl", "notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(LINES, "utf-8")
+    read = list(read_chats(str(tmp_path)))
+    assert [where.removeprefix(str(tmp_path)) for _, where in read] == [
+        "/a.jsonl:1",
+        "/a.jsonl:2",
+        "/b/2.jsonl:1",
+        "/b/2.jsonl:2",
+    ]
+
+
+def test_lines_that_are_no_records_are_reported_in_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(LINES + "\n{broken\n[1]\n" + LINES, "utf-8")
+    read = list(read_chats(str(path)))
+    faults = [(record.error, where) for record, where in read if isinstance(record, UnreadableRecord)]
+    assert len(read) == 6 and len(faults) == 2
+    assert faults[0][0].startswith("not JSON") and faults[0][1] == f"{path}:4"
+    assert faults[1] == ("not a JSON object but a list", f"{path}:5")
+    (tmp_path / "list.json").write_text('[{"a": 1}, 3]')
+    _, (record, where) = read_chats(str(tmp_path / "list.json"))
+    assert isinstance(record, UnreadableRecord) and where.endswith("list.json:2")
+
+
+def test_missing_or_empty_inputs_are_refused(tmp_path: Path) -> None:
+    for source, message in (
+        (str(tmp_path / "no.jsonl"), "does not exist"),
+        (str(tmp_path), "holds no"),
+        ("a:b:c:d", "must be name"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(read_chats(source))
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(UserError, match="neither"):
+        list(read_chats(str(tmp_path / "x.txt")))
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        list(read_chats(str(tmp_path / "x.json")))
+
+
+def test_a_data_set_that_cannot_be_reached_is_one_clear_error() -> None:
+    with pytest.raises(UserError, match=r"cannot read data set 'nobody/nothing' \(split 'train'\)"):
+        list(read_chats("nobody/nothing"))
+    with pytest.raises(UserError, match="cannot ask the hub"):
+        input_fingerprint(["nobody/nothing"])
+
+
+def test_the_fingerprint_follows_the_content_alone(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    write_all(first)
+    shutil.copytree(first, second)
+    before = input_fingerprint([str(first)])
+    assert before == input_fingerprint([str(second)])
+    assert before != input_fingerprint([str(first), str(first)])
+    with (second / "plain.jsonl").open("a") as file:
+        file.write("\n")
+    assert before != input_fingerprint([str(second)])
