@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_core.configuration import UserError
+from dflash_core.distributed import World
 from dflash_core.drafter import DrafterConfig
 from dflash_core.training import TrainingConfig
 from flows.build_cache import build_cache
+from flows.cache_rank import random_trainer
 from storage.compile_cache import list_versions
 from storage.compile_session import CompileCacheConfig
 from storage.objects import open_store
@@ -60,13 +63,10 @@ def test_built_once_and_never_compiled_again(tmp_path: Path, monkeypatch: pytest
     assert len(versions) == 1 and not rejected, "a start that compiled nothing publishes nothing"
 
 
-def test_a_configuration_that_compiles_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(UserError, match=r"cache\.uri"):
         build_cache(DRAFTER, TRAINING, CompileCacheConfig())
-    cache = CompileCacheConfig(uri=str(tmp_path / "store"), local_root=str(tmp_path / "root"))
-    with pytest.raises(UserError, match="compiles nothing"):
-        build_cache(DRAFTER, TRAINING.model_copy(update={"compile": False}), cache)
-    assert list_versions(open_store(tmp_path / "store")) == ([], {})
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    for compiled in (False, None):
+        with pytest.raises(UserError, match="compiles nothing"):
+            random_trainer(DRAFTER, TRAINING.model_copy(update={"compile": compiled}), alone)

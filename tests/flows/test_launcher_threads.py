@@ -1,64 +1,71 @@
 """Compiled code is called from the main thread of a rank and from nowhere else, whatever torch is installed.
 
 torch keeps "somebody is tracing" in one flag for a whole process: where a compile in one thread meets a call
-of compiled code in another, the call raises (benchmarks/thread_race.py shows it). Ranks that are processes, and
-call compiled code in one thread each, cannot meet. So that is what is asserted here, of the real ranks.
+of compiled code in another, the call raises (benchmarks/thread_race.py shows it). Ranks that are processes,
+and call compiled code in one thread each, cannot meet. So that is what is asserted here, of the real ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch._dynamo.callback import callback_handler
 
+from flows.launch import Message, python_module
 from flows.ranks import run_ranks
-from tests.flows.test_build_cache import DRAFTER, TRAINING
+from storage.dataset import Dataset
+from tests.flows.test_train_worker import dataset, make_job, metrics, target, write_job
 
+__all__ = ["dataset", "target"]
 MAIN = "MainThread"
 
 
-def watched(module: str, *arguments: str, ranks: int) -> list[dict[str, Any]]:
-    """Run a rank module under the watch; return what each rank told of its threads."""
-    told: list[dict[str, Any]] = []
-
-    def keep(message: dict[str, Any]) -> None:
-        if message["kind"] == "threads":
-            told.append(message)
-
-    run_ranks(
-        "tests.flows.watched_rank", [module, *arguments], ranks=ranks, silence_timeout_s=300, on_message=keep
-    )
-    assert len(told) == ranks
-    return told
+@pytest.fixture(autouse=True)
+def one_thread_of_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def test_the_watch_sees_a_second_thread() -> None:
-    (told,) = watched("tests.flows.faulty_rank", ranks=1)
+    command = [*python_module("tests.flows.watched_rank"), "tests.flows.faulty_rank"]
+    environment = {**os.environ, "RANK": "0", "PYTHONUNBUFFERED": "1"}
+    ran = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE, timeout=120)
+    told = json.loads(ran.stdout.splitlines()[-1])
     assert told["calls"] == {MAIN: 1, "second": 1}
 
 
-def test_ranks_call_compiled_code_in_their_main_thread_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    file = tmp_path / "build.json"
-    values = {"drafter": DRAFTER.model_dump(mode="json"), "training": TRAINING.model_dump(mode="json")}
-    file.write_text(json.dumps(values))
-    compiles_here: Counter[str] = Counter()
+@pytest.fixture
+def compiles_here() -> Iterator[Counter[str]]:
+    """Count what this process, the launcher, compiles."""
+    counted: Counter[str] = Counter()
 
     def note(_: object) -> None:
-        compiles_here["any"] += 1
+        counted["any"] += 1
 
     callback_handler.register_start_callback(note)
-    try:
-        told = watched("flows.cache_rank", str(file), ranks=2)
-    finally:
-        callback_handler.remove_start_callback(note)
+    yield counted
+    callback_handler.remove_start_callback(note)
+
+
+def test_ranks_that_train(dataset: Dataset, target: str, tmp_path: Path, compiles_here: Counter[str]) -> None:
+    """With the reader's threads, checkpoints written in the background, validation, and two ranks."""
+    job = make_job(dataset, target, tmp_path, compile=True, max_steps=4, checkpoint_every=2, validate_every=2)
+    told: list[Message] = []
+
+    def keep(message: Message) -> None:
+        if message["kind"] == "threads":
+            told.append(message)
+
+    arguments = ["flows.train_worker", write_job(job)]
+    run_ranks("tests.flows.watched_rank", arguments, ranks=2, silence_timeout_s=300, on_message=keep)
+    assert len(told) == 2
     for rank in told:
-        assert set(rank["calls"]) == {MAIN} and rank["calls"][MAIN] > 3
+        assert set(rank["calls"]) == {MAIN} and rank["calls"][MAIN] > 20
         assert set(rank["compiles"]) == {MAIN} and set(rank["traces"]) == {MAIN}
+    assert len(metrics(job)) >= 6, "the run went to its end"
     assert not compiles_here, "the launcher itself compiles nothing"
