@@ -21,31 +21,47 @@ LOUD = 8.0
 """Values beyond so many robust deviations do not count for a channel's scale: they are stored as outliers."""
 BF16_ROUNDING = 0.00166
 """RMS of the relative error that rounding to bf16 makes."""
+CPU_BLOCK = 1 << 17
+"""Values that are worked on at a time on a CPU."""
 GAUSSIAN_MEDIAN = 0.6744897501960817
 """Median of |x| of a standard normal variable."""
 
 
-def split_planes(states_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split bf16 [T, D] into uint8 base_D, exponent_TD, rest_TD; bit-exact for every pattern.
+def row_blocks(states_TD: Tensor) -> list[slice]:
+    """Cut [T, D] into blocks of rows: on the CPU small enough for its caches, elsewhere a single one."""
+    tokens, width = states_TD.shape
+    rows = max(1, CPU_BLOCK // width) if states_TD.device.type == "cpu" else max(1, tokens)
+    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
-    A bf16 number is sign (1 bit), exponent (8), mantissa (7). `base_D` is the rounded mean exponent of a
-    channel; `exponent_TD` the exponent minus it, modulo 256, so that all channels look alike to an entropy
-    coder; `rest_TD` the mantissa shifted left by one with the sign in the lowest bit.
+
+def mean_exponent(states_TD: Tensor) -> Tensor:
+    """Return uint8 [D]: the rounded mean exponent of each channel of bf16 [T, D]."""
+    total_D = torch.zeros(states_TD.shape[1], dtype=torch.int64, device=states_TD.device)
+    for rows in row_blocks(states_TD):
+        total_D += ((states_TD[rows].view(torch.int16) >> 7) & 0xFF).sum(0)
+    tokens = max(len(states_TD), 1)
+    return ((total_D * 2 + tokens) // (2 * tokens)).to(torch.uint8)
+
+
+def split_planes(states_TD: Tensor, base_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Split bf16 [T, D] into uint8 exponent_TD and rest_TD; bit-exact for every pattern.
+
+    A bf16 number is sign (1 bit), exponent (8), mantissa (7). `exponent_TD` is the exponent minus `base_D`,
+    modulo 256: with the channel's mean exponent for a base, all channels look alike to an entropy coder.
+    `rest_TD` is the mantissa shifted left by one, with the sign in the lowest bit.
     """
     bits_TD = states_TD.view(torch.int16)
-    exponent_TD = ((bits_TD >> 7) & 0xFF).to(torch.uint8)
-    tokens = max(len(bits_TD), 1)
-    base_D = ((exponent_TD.sum(0, dtype=torch.int64) * 2 + tokens) // (2 * tokens)).to(torch.uint8)
-    rest_TD = ((bits_TD << 1) | ((bits_TD >> 15) & 1)).to(torch.uint8)
-    return base_D, exponent_TD - base_D, rest_TD
+    exponent_TD = (bits_TD >> 7).to(torch.uint8).sub_(base_D)
+    rest_TD = (bits_TD << 1).to(torch.uint8).bitwise_or_((bits_TD < 0).view(torch.uint8))
+    return exponent_TD, rest_TD
 
 
 def join_planes(base_D: Tensor, exponent_TD: Tensor, rest_TD: Tensor, out_TD: Tensor) -> None:
     """Invert `split_planes` into the bf16 view `out_TD` (rows may be strided)."""
-    word_TD = (exponent_TD + base_D).to(torch.int16) << 7
-    word_TD |= (rest_TD >> 1).to(torch.int16)
-    word_TD |= rest_TD.to(torch.int16) << 15
-    out_TD.view(torch.int16).copy_(word_TD)
+    word_TD = (exponent_TD + base_D).to(torch.int16).bitwise_left_shift_(7)
+    word_TD.bitwise_or_(rest_TD >> 1)
+    # The shift leaves the lowest bit of rest, the sign, in the highest place.
+    torch.bitwise_or(word_TD, rest_TD.to(torch.int16).bitwise_left_shift_(15), out=out_TD.view(torch.int16))
 
 
 class ChannelHistogram:
@@ -117,21 +133,25 @@ def _normal_error(step: float, dead_zone: float) -> float:
 def quantise(
     states_TD: Tensor, step_D: Tensor, limit: int, dead_zone: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round bf16 [T, D] to multiples of float32 `step_D`: int16 symbol_TD, int32 position_N, bf16 outlier_N.
+    """Round bf16 [T, D] to multiples of float32 `step_D`; returns symbol_TD, position_N, outlier_N.
 
+    symbol_TD: whole float32 numbers. position_N: int64, ascending, of the outliers in the flattened [T, D];
+    outlier_N: their exact bf16 values.
     A magnitude is rounded up from 0.5 + `dead_zone` steps on: a little more error for clearly fewer bits,
     which pays where steps are coarse. What lies beyond `limit` steps, NaN included, becomes symbol 0 and an
-    outlier: its position in the flattened [T, D] (ascending) and its exact value.
+    outlier.
     """
-    symbol_TD = states_TD.float() / step_D
+    symbol_TD = states_TD / step_D
     if dead_zone:
-        symbol_TD = symbol_TD.sign() * (symbol_TD.abs() + (0.5 - dead_zone)).floor_()
+        magnitude_TD = symbol_TD.abs().add_(0.5 - dead_zone).floor_()
+        symbol_TD = magnitude_TD.copysign_(symbol_TD)
     else:
         symbol_TD = symbol_TD.round_()
-    outside_TD = ~(symbol_TD.abs() <= limit)
-    position_N = outside_TD.flatten().nonzero().squeeze(1)
-    symbol_TD = symbol_TD.masked_fill_(outside_TD, 0.0).to(torch.int16)
-    return symbol_TD, position_N.to(torch.int32), states_TD.flatten()[position_N]
+    outside_TD = (symbol_TD.abs() <= limit).logical_not_()
+    position_N = outside_TD.view(-1).nonzero().squeeze(1)
+    if len(position_N):
+        symbol_TD.masked_fill_(outside_TD, 0.0)
+    return symbol_TD, position_N, states_TD.reshape(-1)[position_N]
 
 
 def dequantise(symbol_TD: Tensor, step_D: Tensor, out_TD: Tensor) -> None:
@@ -147,12 +167,13 @@ def restore_outliers(position_N: Tensor, outlier_N: Tensor, out_TD: Tensor) -> N
 
 
 def fold_nibbles(symbol_TD: Tensor) -> Tensor:
-    """Put symbols of -8..7 two to a byte, channel j (high four bits) with channel j + H: uint8 [T, H]."""
+    """Put the low four bits of int8 symbols into bytes, channel j above channel j + H: uint8 [T, H]."""
+    bits_TD = symbol_TD.view(torch.uint8)
     width = symbol_TD.shape[1]
     half = (width + 1) // 2
-    folded_TH = (symbol_TD[:, :half] & 15) << 4
-    folded_TH[:, : width - half] |= symbol_TD[:, half:] & 15
-    return folded_TH.to(torch.uint8)
+    folded_TH = bits_TD[:, :half] << 4
+    folded_TH[:, : width - half] |= bits_TD[:, half:] & 15
+    return folded_TH
 
 
 def unfold_high(folded_TH: Tensor) -> Tensor:
@@ -182,19 +203,25 @@ def from_fp8(scale_T: Tensor, value_TD: Tensor, out_TD: Tensor) -> None:
     torch.mul(value_TD.to(torch.float32), scale_T[:, None], out=out_TD)
 
 
-def error_sums(states_TD: Tensor, decoded_TD: Tensor, scale_D: Tensor | None) -> Tensor:
+def error_sums(states_TD: Tensor, decoded_TD: Tensor, scale_D: Tensor | None, *, finite: bool) -> Tensor:
     """Return float64 [4]: squared error, squared value, squared error in channel scales, values it counts.
 
-    Places where the original is not finite are left out. Without scales the last two are 0.
+    Places where the original is not finite are left out; `finite` says that there are none. Without scales
+    the last two are 0.
     """
     value_TD = states_TD.float()
-    finite_TD = value_TD.isfinite()
-    value_TD = value_TD.masked_fill(~finite_TD, 0.0)
-    squared_TD = (decoded_TD.float().masked_fill(~finite_TD, 0.0) - value_TD).square_()
-    zero = torch.zeros((), dtype=torch.float64, device=states_TD.device)
-    squared_error_D = squared_TD.sum(0, dtype=torch.float64)
-    sums = [squared_error_D.sum(), value_TD.square_().sum(dtype=torch.float64), zero, zero]
+    error_TD = decoded_TD - value_TD
+    if not finite:
+        absent_TD = value_TD.isfinite().logical_not_()
+        value_TD.masked_fill_(absent_TD, 0.0)
+        error_TD.masked_fill_(absent_TD, 0.0)
+    # Within a block of the CPU float32 sums are exact enough, and faster.
+    kind = torch.float32 if states_TD.device.type == "cpu" else torch.float64
+    squared_error_D = error_TD.square_().sum(0, dtype=kind).double()
+    squared_value = value_TD.square_().sum(dtype=kind).double()
+    zero = torch.zeros_like(squared_value)
+    scaled, count = zero, zero
     if scale_D is not None:
-        sums[2] = (squared_error_D / scale_D.double().square()).sum()
-        sums[3] = finite_TD.sum().double()
-    return torch.stack(sums)
+        scaled = (squared_error_D / scale_D.double().square()).sum()
+        count = zero + (states_TD.numel() if finite else states_TD.numel() - absent_TD.sum())
+    return torch.stack([squared_error_D.sum(), squared_value, scaled, count])

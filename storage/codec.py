@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,9 +94,22 @@ class Symbols:
         return Symbols(header=self.header, payload=payload, sums=sums)
 
     def array(self, name: str) -> Tensor:
-        """uint8 view of one array of the payload."""
+        """One array of the payload as docs/codec.md describes it; a view."""
         start, size = self.header.offsets[name]
-        return self.payload[start : start + size]
+        flat = self.payload[start : start + size].view(_DTYPES.get(name, torch.uint8))
+        per_token = name not in ("base", "token_scale", "position", "outlier")
+        return flat.view(self.header.tokens, -1) if per_token and size else flat
+
+
+_DTYPES = {
+    "token_scale": torch.float32,
+    "value": torch.float8_e4m3fn,
+    "symbol": torch.int8,
+    "high": torch.int8,
+    "position": torch.int32,
+    "outlier": torch.bfloat16,
+}
+"""Arrays that are not uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +140,29 @@ class Codec:
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
-        tokens, width = states_TD.shape
-        arrays, outliers, step = self._encode(states_TD, scale_D)
-        header = CellHeader(
-            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
-        )
-        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
-        for (start, size), array in zip(header.offsets.values(), arrays, strict=True):
-            payload[start : start + size] = array.flatten().view(torch.uint8)
-        symbols = Symbols(header=header, payload=payload)
+        symbols, step_D = self._empty_symbols(states_TD, scale_D)
         if self.kind == Kind.LOSSLESS:
-            decoded_TD = states_TD
-        else:
-            decoded_TD = torch.empty_like(states_TD)
-            self.decode_on_device(symbols, scale_D, decoded_TD)
-        sums = quantise.error_sums(states_TD, decoded_TD, scale_D)
-        return Symbols(header=header, payload=payload, sums=sums)
+            symbols.array("base").copy_(quantise.mean_exponent(states_TD))
+        sums = torch.zeros(4, dtype=torch.float64, device=states_TD.device)
+        outliers: list[tuple[Tensor, Tensor]] = []
+        for rows in quantise.row_blocks(states_TD):
+            block_TD, decoded_TD, finite = states_TD[rows], states_TD[rows], False
+            if self.kind == Kind.TOLERANCE:
+                position_N, outlier_N = self._quantise(block_TD, step_D, symbols, rows)
+                outliers.append((position_N + rows.start * states_TD.shape[1], outlier_N))
+                finite = not len(position_N)
+            elif self.kind == Kind.FP8:
+                symbols.array("token_scale")[rows], symbols.array("value")[rows] = quantise.to_fp8(block_TD)
+            else:
+                exponent_TD, rest_TD = quantise.split_planes(block_TD, symbols.array("base"))
+                symbols.array("exponent")[rows], symbols.array("rest")[rows] = exponent_TD, rest_TD
+            if self.kind != Kind.LOSSLESS:
+                decoded_TD = torch.empty_like(block_TD)
+                self._decode_rows(symbols, rows, step_D, decoded_TD)
+                if not finite and self.kind == Kind.TOLERANCE:
+                    quantise.restore_outliers(position_N, outlier_N, decoded_TD)
+            sums += quantise.error_sums(block_TD, decoded_TD, scale_D, finite=finite)
+        return _with_outliers(symbols, outliers, sums)
 
     def decode_on_device(self, symbols: Symbols, scale_D: Tensor | None, out_TD: Tensor) -> None:
         """Write the states into `out_TD`, a bf16 view [T, D] with rows of any stride, without waiting.
@@ -156,17 +176,13 @@ class Codec:
                 f"a cell of {header.tokens} tokens x {header.width} channels does not fit a"
                 f" {out_TD.dtype} buffer of shape {tuple(out_TD.shape)}"
             )
-        if header.tokens == 0:
-            return
-        shape = (header.tokens, -1)
-        if self.kind == Kind.LOSSLESS:
-            exponent_TD, rest_TD = symbols.array("exponent").view(shape), symbols.array("rest").view(shape)
-            quantise.join_planes(symbols.array("base"), exponent_TD, rest_TD, out_TD)
-        elif self.kind == Kind.FP8:
-            value_TD = symbols.array("value").view(torch.float8_e4m3fn).view(shape)
-            quantise.from_fp8(symbols.array("token_scale").view(torch.float32), value_TD, out_TD)
-        else:
-            self._decode_tolerance(symbols, self._step(scale_D, header.width, header.step), out_TD)
+        step_D = None
+        if self.kind == Kind.TOLERANCE:
+            step_D = _channel_steps(scale_D, header.width, header.step)
+        for rows in quantise.row_blocks(out_TD):
+            self._decode_rows(symbols, rows, step_D, out_TD[rows])
+        if header.outliers:
+            quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)
 
     def to_bytes(self, symbols: Symbols) -> bytes:
         """Entropy code symbols that lie on the host. Thread-safe; frees the GIL while it codes."""
@@ -188,54 +204,65 @@ class Codec:
         unpack_cell(cell, payload.numpy())
         return Symbols(header=header, payload=payload)
 
-    def _encode(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[list[Tensor], int, float]:
-        """Return the arrays of the payload in order, the number of outliers and the step."""
-        if self.kind == Kind.LOSSLESS:
-            return list(quantise.split_planes(states_TD)), 0, 0.0
-        if self.kind == Kind.FP8:
-            scale_T, value_TD = quantise.to_fp8(states_TD)
-            return [scale_T, value_TD], 0, 0.0
-        dead_zone = DEAD_ZONE * self.tolerance if self.layout == Layout.NIBBLES else 0.0
-        step = float(np.float32(quantise.step_for(self.tolerance, dead_zone)))
-        step_D = self._step(scale_D, states_TD.shape[1], step)
+    def _empty_symbols(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[Symbols, Tensor | None]:
+        """Room for everything but outliers, and the quantisation steps if there are any."""
+        step, step_D = 0.0, None
+        tokens, width = states_TD.shape
+        if self.kind == Kind.TOLERANCE:
+            step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))
+            step_D = _channel_steps(scale_D, width, step)
+        header = CellHeader(
+            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=0, step=step
+        )
+        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
+        return Symbols(header=header, payload=payload), step_D
+
+    @property
+    def _dead_zone(self) -> float:
+        return DEAD_ZONE * self.tolerance if self.layout == Layout.NIBBLES else 0.0
+
+    def _quantise(
+        self, block_TD: Tensor, step_D: Tensor | None, symbols: Symbols, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Write the symbols of some rows; returns position (in the block) and value of their outliers."""
+        assert step_D is not None
         symbol_TD, position_N, outlier_N = quantise.quantise(
-            states_TD, step_D, LIMITS[self.layout], dead_zone
+            block_TD, step_D, LIMITS[self.layout], self._dead_zone
         )
         if self.layout == Layout.BYTES:
-            arrays = [symbol_TD.to(torch.int8)]
+            symbols.array("symbol")[rows] = symbol_TD.to(torch.int8)
         elif self.layout == Layout.NIBBLES:
-            arrays = [quantise.fold_nibbles(symbol_TD)]
+            symbols.array("folded")[rows] = quantise.fold_nibbles(symbol_TD.to(torch.int8))
         else:
-            arrays = [(symbol_TD >> 4).to(torch.int8), quantise.fold_nibbles(symbol_TD & 15)]
-        return [*arrays, position_N, outlier_N], len(position_N), step
+            wide_TD = symbol_TD.to(torch.int16)
+            symbols.array("high")[rows] = (wide_TD >> 4).to(torch.int8)
+            symbols.array("low")[rows] = quantise.fold_nibbles(wide_TD.to(torch.int8))
+        return position_N, outlier_N
 
-    def _decode_tolerance(self, symbols: Symbols, step_D: Tensor, out_TD: Tensor) -> None:
-        tokens, width = out_TD.shape
+    def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
+        """Decode some rows, outliers left out."""
+        if self.kind == Kind.LOSSLESS:
+            exponent_TD, rest_TD = symbols.array("exponent")[rows], symbols.array("rest")[rows]
+            quantise.join_planes(symbols.array("base"), exponent_TD, rest_TD, out_TD)
+            return
+        if self.kind == Kind.FP8:
+            quantise.from_fp8(symbols.array("token_scale")[rows], symbols.array("value")[rows], out_TD)
+            return
+        assert step_D is not None
+        width = out_TD.shape[1]
         if symbols.header.layout == Layout.BYTES:
-            symbol_TD = symbols.array("symbol").view(torch.int8).view(tokens, width)
-            quantise.dequantise(symbol_TD, step_D, out_TD)
+            quantise.dequantise(symbols.array("symbol")[rows], step_D, out_TD)
         elif symbols.header.layout == Layout.NIBBLES:
-            folded_TH = symbols.array("folded").view(tokens, -1)
+            folded_TH = symbols.array("folded")[rows]
             half = folded_TH.shape[1]
             quantise.dequantise(quantise.unfold_high(folded_TH), step_D[:half], out_TD[:, :half])
             low_TH = quantise.unfold_low(folded_TH)[:, : width - half]
             quantise.dequantise(low_TH, step_D[half:], out_TD[:, half:])
         else:
-            folded_TH = symbols.array("low").view(tokens, -1)
+            folded_TH = symbols.array("low")[rows]
             low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=1)[:, :width]
-            high_TD = symbols.array("high").view(torch.int8).view(tokens, width).to(torch.int16)
+            high_TD = symbols.array("high")[rows].to(torch.int16)
             quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
-        if symbols.header.outliers:
-            position_N = symbols.array("position").view(torch.int32)
-            quantise.restore_outliers(position_N, symbols.array("outlier").view(torch.bfloat16), out_TD)
-
-    @staticmethod
-    def _step(scale_D: Tensor | None, width: int, step: float) -> Tensor:
-        """Quantisation step of each channel, float32 [D]."""
-        if scale_D is None or tuple(scale_D.shape) != (width,) or scale_D.dtype != torch.float32:
-            found = "none" if scale_D is None else f"{scale_D.dtype} {tuple(scale_D.shape)}"
-            raise CodecError(f"cells of {width} channels need float32 scales of that length; found: {found}")
-        return scale_D * step
 
     def _check_states(self, states_TD: Tensor, scale_D: Tensor | None) -> None:
         if states_TD.ndim != 2 or states_TD.dtype != torch.bfloat16:
@@ -251,6 +278,28 @@ class Codec:
     def _check_cell(self, header: CellHeader) -> None:
         if header.kind != self.kind:
             raise CodecError(f"codec {self.name} cannot read a cell of kind {header.kind.name.lower()}")
+
+
+def _channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
+    """Quantisation step of each channel, float32 [D]."""
+    if scale_D is None or tuple(scale_D.shape) != (width,) or scale_D.dtype != torch.float32:
+        found = "none" if scale_D is None else f"{scale_D.dtype} {tuple(scale_D.shape)}"
+        raise CodecError(f"cells of {width} channels need float32 scales of that length; found: {found}")
+    return scale_D * step
+
+
+def _with_outliers(symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor) -> Symbols:
+    """Put the outliers of all blocks behind the symbols."""
+    count = sum(len(position_N) for position_N, _ in outliers)
+    if not count:
+        return replace(symbols, sums=sums)
+    header = replace(symbols.header, outliers=count)
+    payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=symbols.payload.device)
+    payload[: len(symbols.payload)] = symbols.payload
+    whole = Symbols(header=header, payload=payload, sums=sums)
+    whole.array("position").copy_(torch.cat([position_N for position_N, _ in outliers]))
+    whole.array("outlier").copy_(torch.cat([outlier_N for _, outlier_N in outliers]))
+    return whole
 
 
 def parse_codec(name: str) -> Codec:

@@ -96,8 +96,6 @@ class DecodedPiece:
     symbols: list[Symbols]
     """One a column, one behind the other in `staging`."""
     staging: Staging
-    states_TE: Tensor | None
-    """The states themselves, where the device is the CPU."""
 
 
 class PieceDecoder:
@@ -131,8 +129,8 @@ class PieceDecoder:
         """Put the states into their place in a row, on the current stream, without waiting."""
         piece = decoded.piece
         out_TE = row_CE[piece.start : piece.start + piece.tokens]
-        if decoded.states_TE is not None:
-            out_TE.copy_(decoded.states_TE)
+        if self._device.type == "cpu":
+            self._dequantise(decoded.symbols, out_TE)
             return
         sizes = [symbols.header.payload_bytes for symbols in decoded.symbols]
         payload = decoded.staging.memory[: sum(sizes)].to(self._device, non_blocking=True)
@@ -159,13 +157,8 @@ class PieceDecoder:
             symbols = self._entropy_decode(piece, cells, staging)
         except CodecError as error:
             raise ShardCorrupt(f"{where}: {error}; {mend(uri)}") from error
-        states_TE = None
-        if self._device.type == "cpu":
-            states_TE = torch.empty(piece.tokens, len(cells) * self._width, dtype=torch.bfloat16)
-            self._dequantise(symbols, states_TE)
         # Copies: the row group's bytes must not live as long as the row.
-        tokens_T, mask_T = head.token_ids_T.copy(), head.loss_mask_T.copy()
-        return DecodedPiece(piece, tokens_T, mask_T, symbols, staging, states_TE)
+        return DecodedPiece(piece, head.token_ids_T.copy(), head.loss_mask_T.copy(), symbols, staging)
 
     def _entropy_decode(self, piece: Piece, cells: list[memoryview], staging: Staging) -> list[Symbols]:
         headers = [read_header(cell) for cell in cells]
