@@ -80,17 +80,16 @@ class TrainingData:
     def steps(self, start: StepPlace, count: int) -> Iterator[tuple[StepPlace, Iterator[TrainingRow]]]:
         """Yield `count` steps from `start` on: where each lies, and this rank's rows of it (see
         `rows_per_rank`).
+
+        One reader serves them all, so that it reads ahead over the end of an epoch too.
         """
-        epoch, first = start.epoch, start.step_in_epoch
-        while count > 0:
-            stop = min(self.steps_in_epoch(epoch), first + count)
-            mine = [self._mine(epoch, step) for step in range(first, stop)]
-            rows = self._read([row for step in mine for row in step], epoch)
-            with rows as stream:
-                for step in range(first, stop):
-                    yield StepPlace(epoch=epoch, step_in_epoch=step), _take(stream, self.rows_per_rank)
-            count -= stop - first
-            epoch, first = epoch + 1, 0
+        places = [start][:count]
+        while len(places) < count:
+            places.append(self.after(places[-1]))
+        wanted = [(p.epoch, row) for p in places for row in self._mine(p.epoch, p.step_in_epoch)]
+        with RowStream(self, wanted) as stream:
+            for place in places:
+                yield place, _take(stream, self.rows_per_rank)
 
     @property
     def rows_per_rank(self) -> int:
@@ -106,8 +105,8 @@ class TrainingData:
     def validation_rows(self) -> Iterator[TrainingRow]:
         """This rank's share of the rows that are not learnt from."""
         rows = self._plan(self.validation_samples, VALIDATION_EPOCH)[: self.training.validation_rows]
-        share: list[np.ndarray | None] = list(rows[self.world.rank :: self.world.size])
-        with self._read(share, VALIDATION_EPOCH) as stream:
+        share = rows[self.world.rank :: self.world.size]
+        with RowStream(self, [(VALIDATION_EPOCH, row) for row in share]) as stream:
             yield from stream
 
     def describe(self, place: StepPlace) -> str:
@@ -133,9 +132,6 @@ class TrainingData:
             group_S=self._group_S[samples],
         )
         return [samples[row] for row in rows]
-
-    def _read(self, rows: Sequence[np.ndarray | None], epoch: int) -> RowStream:
-        return RowStream(self, rows, epoch)
 
     def reader(self, rows: Sequence[np.ndarray]) -> RowReader:
         """Open the store's reader on these rows."""
@@ -190,9 +186,10 @@ class TrainingData:
 class RowStream:
     """Rows as they come from the store, prepared; an open reader, so use it as a context."""
 
-    def __init__(self, data: TrainingData, rows: Sequence[np.ndarray | None], epoch: int) -> None:
-        self._data, self._rows, self._epoch = data, rows, epoch
-        self._reader = data.reader([row for row in rows if row is not None])
+    def __init__(self, data: TrainingData, rows: Sequence[tuple[int, np.ndarray | None]]) -> None:
+        """`rows` are epochs and sample numbers; None for a row of padding."""
+        self._data, self._rows = data, rows
+        self._reader = data.reader([row for _, row in rows if row is not None])
 
     def __enter__(self) -> Iterator[TrainingRow]:
         return self._iterate()
@@ -202,12 +199,12 @@ class RowStream:
 
     def _iterate(self) -> Iterator[TrainingRow]:
         stored = iter(self._reader)
-        for row in self._rows:
+        for epoch, row in self._rows:
             if row is None:
-                yield self._data.empty_row(self._epoch)
+                yield self._data.empty_row(epoch)
             else:
                 packed, states = next(stored)
-                yield self._data.prepare(packed, states, self._epoch)
+                yield self._data.prepare(packed, states, epoch)
 
 
 def _take(stream: Iterator[TrainingRow], count: int) -> Iterator[TrainingRow]:
