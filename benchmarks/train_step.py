@@ -99,6 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpoint": {"checkpoint": True},
     "autotune": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}},
+    "fp8": {"training": {"layer_products": "fp8"}},
     "flex-safe": {"flex": {"ROWS_GUARANTEED_SAFE": True}},
     "flex-tma": {"flex": {"ROWS_GUARANTEED_SAFE": True, "USE_TMA": True}},
 }
@@ -130,6 +131,7 @@ def build(
         row_tokens=row_tokens,
         anchors_per_row=setting["anchors"],
         loss={"gamma": 10.0, "chunk_slots": chunk_slots},  # type: ignore[arg-type]
+        **variant.get("training", {}),
     )
     with torch.device(device):
         drafter = Drafter(config)

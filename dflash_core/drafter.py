@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dflash_core.configuration import Config, UserError
+from dflash_core.fp8 import Fp8Linear
 from dflash_core.records import TAP_CONVENTION
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -126,6 +127,8 @@ class LayerShape(NamedTuple):
     head_dim: int
     eps: float
     dtype: torch.dtype
+    fp8: bool
+    """Whether the products of the layers are in fp8."""
 
 
 class Context(NamedTuple):
@@ -141,6 +144,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, in float32 whatever comes in."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def product(x_NI: Tensor, weight_OI: Tensor, shape: LayerShape) -> Tensor:
+    """x @ weight.T, in fp8 where the layers are."""
+    return Fp8Linear.apply(x_NI, weight_OI) if shape.fp8 else F.linear(x_NI, weight_OI)
 
 
 def rotary_tables(position_N: Tensor, theta: float, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -207,7 +215,7 @@ def slot_projections(x_ND: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[
     dtype, heads, kv_heads, features = shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim
     normed_ND = rms_norm(x_ND, w.input_layernorm, shape.eps).to(dtype)
     weight = torch.cat([w.q_proj.to(dtype), w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
-    projected = F.linear(normed_ND, weight).view(-1, heads + 2 * kv_heads, features)
+    projected = product(normed_ND, weight, shape).view(-1, heads + 2 * kv_heads, features)
     q, k, v = projected.split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v
 
@@ -235,11 +243,12 @@ def attend_and_feed(
     k_SGF = torch.cat((context_keys_CGF, k_QGF), dim=0)
     v_SGF = torch.cat((context_values_CGF, v_QGF), dim=0)
     attended = attend(q_PHF, k_SGF, v_SGF, mask).reshape(-1, shape.num_heads * shape.head_dim)
-    x_PD = x_PD + F.linear(attended, w.o_proj.to(dtype))
+    x_PD = x_PD + product(attended, w.o_proj.to(dtype), shape)
     normed_PD = rms_norm(x_PD, w.post_attention_layernorm, shape.eps).to(dtype)
     # Two products, not one with joined weights: the gradients of gate and up then need not be joined either.
-    gate, up = F.linear(normed_PD, w.gate_proj.to(dtype)), F.linear(normed_PD, w.up_proj.to(dtype))
-    return x_PD + F.linear(F.silu(gate) * up, w.down_proj.to(dtype))
+    gate = product(normed_PD, w.gate_proj.to(dtype), shape)
+    up = product(normed_PD, w.up_proj.to(dtype), shape)
+    return x_PD + product(F.silu(gate) * up, w.down_proj.to(dtype), shape)
 
 
 def draft_layer(
@@ -281,7 +290,9 @@ def first_draft_layer(
     All masked slots enter as the same vector, so its projections are computed once instead of A * (slots - 1)
     times.
     """
-    q, k, v = (repeat_mask_row(rows, slots) for rows in slot_projections(rows_RD, w, shape))
+    # So few rows that fp8 has nothing to win.
+    few = slot_projections(rows_RD, w, shape._replace(fp8=False))
+    q, k, v = (repeat_mask_row(rows, slots) for rows in few)
     q = turn(q, w.q_norm, cos_QF, sin_QF, shape)
     k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     x_QD = repeat_mask_row(rows_RD, slots)
@@ -308,10 +319,10 @@ def last_draft_layer(
     dtype, kv_heads, features = shape.dtype, shape.num_kv_heads, shape.head_dim
     normed_QD = rms_norm(x_QD, w.input_layernorm, shape.eps).to(dtype)
     kv_weight = torch.cat([w.k_proj.to(dtype), w.v_proj.to(dtype)], dim=0)
-    k, v = F.linear(normed_QD, kv_weight).view(-1, 2 * kv_heads, features).chunk(2, dim=1)
+    k, v = product(normed_QD, kv_weight, shape).view(-1, 2 * kv_heads, features).chunk(2, dim=1)
     k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     cos_PF, sin_PF = (without_anchors(t, slots, queries) for t in (cos_QF, sin_QF))
-    q = F.linear(without_anchors(normed_QD, slots, queries), w.q_proj.to(dtype))
+    q = product(without_anchors(normed_QD, slots, queries), w.q_proj.to(dtype), shape)
     q = turn(q.view(-1, shape.num_heads, features), w.q_norm, cos_PF, sin_PF, shape)
     x_PD = without_anchors(x_QD, slots, queries)
     return attend_and_feed(x_PD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
@@ -440,6 +451,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.fp8 = False
+        """Compute the products of the layers in fp8 when training; see `dflash_core.fp8`."""
         taps = len(config.tap_layer_ids)
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -494,7 +507,14 @@ class Drafter(nn.Module):
     def shape(self) -> LayerShape:
         """Constants of the arithmetic."""
         c = self.config
-        return LayerShape(c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, self.compute_dtype)
+        return LayerShape(
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            eps=c.rms_norm_eps,
+            dtype=self.compute_dtype,
+            fp8=self.fp8,
+        )
 
     def context(self, taps_CE: Tensor, position_C: Tensor) -> Context:
         """Return each layer's keys and values of context tokens at these positions of their documents.
@@ -594,7 +614,7 @@ class Drafter(nn.Module):
         slots are allowed. The context holds the tokens before the anchor. The cache is not changed: the
         block's own keys are thrown away.
         """
-        c = self.config
+        c, shape = self.config, self.shape._replace(fp8=False)
         slots = input_KD.shape[0]
         position_K = torch.arange(cache.length, cache.length + slots, device=input_KD.device)
         cos_KF, sin_KF = rotary_tables(position_K, c.rope_theta, c.head_dim)
@@ -603,7 +623,7 @@ class Drafter(nn.Module):
             window = c.window_of(i)
             mask = None if window is None else _sliding_mask(cache.length, position_K, window)
             keys, values = cache.keys[i][: cache.length], cache.values[i][: cache.length]
-            x_KD = draft_layer(x_KD, keys, values, weights, cos_KF, sin_KF, mask, self.shape)
+            x_KD = draft_layer(x_KD, keys, values, weights, cos_KF, sin_KF, mask, shape)
         return final_norm(x_KD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
 
 

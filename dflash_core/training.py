@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from dflash_core.configuration import Config, UserError
@@ -45,6 +45,10 @@ class TrainingConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of products and activations; weights and moments are float32 in any case."""
+    layer_products: Literal["bfloat16", "fp8"] = "bfloat16"
+    """"fp8": products of the draft layers in e4m3, weight gradients in bfloat16; faster on Hopper and later,
+    and noisier.
+    """
     compile: bool | None = None
     """Compile the drafter's regions; None: on a GPU."""
     checkpoint_layers: bool = False
@@ -65,6 +69,12 @@ class TrainingConfig(Config):
     """Latest checkpoints that are kept, beside the best one."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Optimizer steps between readings of the metrics."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.layer_products == "fp8" and self.compute_dtype != "bfloat16":
+            raise UserError("training.layer_products fp8 goes with compute_dtype bfloat16")
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +127,7 @@ class Trainer:
         """
         if drafter.compute_dtype != config.dtype or head_VD.dtype != config.dtype:
             raise UserError(f"drafter, embedding and head must be in {config.compute_dtype}")
+        drafter.fp8 = config.layer_products == "fp8"
         self.drafter = drafter
         self.config = config
         self.world = world

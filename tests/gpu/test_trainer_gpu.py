@@ -92,6 +92,19 @@ def test_loss_and_every_gradient_equal_the_dense_path(dtype: str, changes: dict[
             assert error <= allowed, f"{name}, {parameter}: {error} of {float(gradient.norm())}"
 
 
+def test_fp8_layers_are_near() -> None:
+    torch.compiler.reset()
+    reference = trainer_on("cpu", "float32")
+    compiled = trainer_on("cuda", "bfloat16", layer_products="fp8")
+    lengths = ROWS["documents"]
+    loss, expected = gradients(reference, [row_on("cpu", reference, lengths)])
+    found_loss, found = gradients(compiled, [row_on("cuda", compiled, lengths)])
+    assert found_loss == pytest.approx(loss, rel=0.02)
+    for parameter, gradient in expected.items():
+        error = float((found[parameter].cpu() - gradient).norm() / gradient.norm())
+        assert error < 0.2, f"{parameter}: {error}"
+
+
 def test_one_graph_for_every_row_and_no_synchronisation_in_a_step() -> None:
     torch.compiler.reset()
     trainer = trainer_on("cuda", "bfloat16")
