@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -104,10 +105,11 @@ class RowReader:
         self._free: queue.SimpleQueue[_RowMemory | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[_ReadyRow | None] = queue.SimpleQueue()
         self._lent: _RowMemory | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._outcome: Future[None] = Future()
-        # A daemon: a consumer that fails without closing its reader must not hang when the process ends.
+        # A consumer that fails without closing its reader must not hang when the process ends.
         self._pump = threading.Thread(target=self._run, name="row-pump", daemon=True)
+        self._forgotten = weakref.finalize(self, _stop, self._pump, self._free, self._closed)
         self.rows_read = 0
         """Rows handed out: the reader's position in `rows`."""
 
@@ -115,7 +117,7 @@ class RowReader:
         return self
 
     def __next__(self) -> tuple[PackedTokens, Tensor]:
-        if self._closed:
+        if self._closed.is_set():
             raise StopIteration
         if self._pump.ident is None:
             self._start()
@@ -133,10 +135,7 @@ class RowReader:
 
     def close(self) -> None:
         """Stop the threads; idempotent. The row handed out last stays as it is."""
-        self._closed = True
-        self._free.put(None)
-        if self._pump.ident is not None:
-            self._pump.join()
+        self._forgotten()
         self._decoder.close()
         self._fetcher.close()
         if self._stream is not None:
@@ -190,7 +189,7 @@ class RowReader:
         row: _RowInProgress | None = None
         items = pieces_of(self._dataset, self._rows, self._row_tokens)
         item = next(items, None)
-        while (item is not None or pending) and not self._closed:
+        while (item is not None or pending) and not self._closed.is_set():
             if isinstance(item, RowEnd) and len(pending) < 2 * places:
                 pending.append(item)
                 item = next(items, None)
@@ -228,6 +227,16 @@ class RowReader:
         packed = pack_tokens(row.samples, self._row_tokens)
         row.memory.states_CE[packed.num_tokens :].zero_()
         self._ready.put(_ReadyRow(packed, row.memory, self._event()))
+
+
+def _stop(
+    pump: threading.Thread, free: queue.SimpleQueue[_RowMemory | None], closed: threading.Event
+) -> None:
+    """End the pump's thread; by `RowReader.close`, or when the process ends."""
+    closed.set()
+    free.put(None)
+    if pump.ident is not None:
+        pump.join()
 
 
 class _Closed(Exception):
