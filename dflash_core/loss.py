@@ -179,7 +179,7 @@ class _HeadLoss(torch.autograd.Function):
                 kl_weight = teacher.weight
                 rows = teacher.hidden_CD[teacher.index_N[part]].to(head_VD.dtype)
                 teacher_logits = torch.mm(rows, head_VD.t())
-            score = _score_on_cuda if logits.is_cuda and teacher is None else _score_plainly
+            score = _score_on_cuda if logits.is_cuda else _score_plainly
             loss_N[part], ce_N[part], correct_N[part], scale_N[part] = score(
                 logits, inputs.label_N[part], teacher_logits, kl_weight, wanted
             )
@@ -220,8 +220,11 @@ def _score_plainly(
 def _score_on_cuda(
     logits: Tensor, label_n: Tensor, teacher_logits: Tensor | None, kl_weight: float, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_score_plainly` without teacher, in one read and one write of the logits."""
-    from dflash_core.loss_kernel import cross_entropy_in_place
+    """As `_score_plainly`, in one read and one write of the logits, or two of each with a teacher."""
+    from dflash_core.loss_kernel import cross_entropy_in_place, mixed_loss_in_place
 
-    ce_n, correct_n, scale_n = cross_entropy_in_place(logits, label_n, wanted)
-    return ce_n, ce_n, correct_n, scale_n
+    if teacher_logits is None:
+        ce_n, correct_n, scale_n = cross_entropy_in_place(logits, label_n, wanted)
+        return ce_n, ce_n, correct_n, scale_n
+    loss_n, ce_n, correct_n = mixed_loss_in_place(logits, teacher_logits, label_n, kl_weight, wanted)
+    return loss_n, ce_n, correct_n, torch.ones_like(loss_n)

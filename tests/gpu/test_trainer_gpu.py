@@ -170,7 +170,7 @@ def test_non_finite_taps_halt_without_a_change() -> None:
 
 def test_kernel_equals_plain_torch() -> None:
     from dflash_core.loss import _score_plainly
-    from dflash_core.loss_kernel import cross_entropy_in_place
+    from dflash_core.loss_kernel import cross_entropy_in_place, mixed_loss_in_place
 
     torch.manual_seed(0)
     for vocabulary in (1000, 8192, 151936):
@@ -186,6 +186,14 @@ def test_kernel_equals_plain_torch() -> None:
         assert torch.equal(found_correct[~ties], correct[~ties])
         error = (fused.float() * scale[:, None] - plain.float()).norm() / plain.float().norm()
         assert error < 5e-3
+        teacher = (4 * torch.randn(33, vocabulary, device="cuda")).bfloat16()
+        plain, fused = logits.clone(), logits.clone()
+        loss, ce, correct, _ = _score_plainly(plain, labels, teacher, 0.3, True)
+        found, found_ce, found_correct = mixed_loss_in_place(fused, teacher, labels, 0.3, True)
+        torch.testing.assert_close(found, loss, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found_ce, ce, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found_correct[~ties], correct[~ties])
+        assert (fused.float() - plain.float()).norm() / plain.float().norm() < 5e-3
 
 
 def test_adamw_kernel_equals_torchs() -> None:
