@@ -83,17 +83,16 @@ def symbol_counts(symbols: Symbols) -> list[Tensor]:
     if symbols.header.kind == Kind.LOSSLESS:
         streams = [symbols.array("exponent"), symbols.array("rest")]
     elif symbols.header.kind == Kind.FP8:
-        streams = [symbols.array("value")]
+        streams = [symbols.array("value").view(torch.uint8)]
     elif symbols.header.layout == Layout.BYTES:
         streams = [symbols.array("symbol")]
     else:
-        name = "folded" if symbols.header.layout == Layout.NIBBLES else "low"
-        folded_TH = symbols.array(name).view(symbols.header.tokens, -1)
-        low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], 1)[:, : symbols.header.width].flatten().int()
+        folded_TH = symbols.array("folded" if symbols.header.layout == Layout.NIBBLES else "low")
+        low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], 1)[:, : symbols.header.width].int()
         streams = [low_TD]
         if symbols.header.layout == Layout.WIDE:
             streams = [low_TD + 16 * symbols.array("high").int()]
-    return [torch.bincount(stream.int(), minlength=1 << 12) for stream in streams]
+    return [torch.bincount(stream.flatten().int() + 2048, minlength=1 << 12) for stream in streams]
 
 
 def entropy(counts: Tensor) -> float:
