@@ -24,7 +24,7 @@ from dflash_core.training import NonFiniteError
 from flows.config import TrainConfig
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
-from flows.train_worker import TrainJob, train
+from flows.train_worker import TrainJob, build_trainer, train
 from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset, open_dataset
 from storage.objects import open_store
@@ -201,6 +201,23 @@ def test_two_ranks_continue_what_one_began(
         assert row["loss"] == pytest.approx(expected[step]["loss"], rel=1e-4)
         assert row["blocks"] == expected[step]["blocks"]
         assert row["context_tokens"] == expected[step]["context_tokens"]
+
+
+def test_a_run_may_start_from_an_exported_drafter(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, init_from=whole.export, max_steps=1)
+    trainer = build_trainer(job, 1, ALONE)
+    start = load_exported(Path(whole.export), dtype=torch.float32)
+    assert all(
+        torch.equal(p, q) for p, q in zip(trainer.drafter.parameters(), start.parameters(), strict=True)
+    )
+    run_here(job)
+    cold, warm = metrics(whole)[0]["loss"], metrics(job)[0]["loss"]
+    assert warm < cold
+    other = job.model_copy(update={"drafter": job.drafter.model_copy(update={"intermediate_size": 32})})
+    with pytest.raises(UserError, match="intermediate_size: 48 there, 32 here"):
+        build_trainer(other, 1, ALONE)
 
 
 def test_another_configuration_is_refused(whole: TrainJob, dataset: Dataset, target: str) -> None:
