@@ -13,27 +13,42 @@ if TYPE_CHECKING:
     from dflash_core.target import TargetConfig
 
 HERE = Path(__file__).parent
-TRAINING_SOURCES = ("drafter.py", "mask.py", "loss.py", "loss_kernel.py")
+TRAINING_SOURCES = ("drafter.py", "fp8.py", "mask.py", "loss.py", "loss_kernel.py")
 EXTRACTION_SOURCES = ("fused.py", "packed_body.py")
 
-ONLY_NUMBERS = frozenset(
-    {"rope_theta", "mask_token_id", "tap_convention", "tap_layer_ids", "target_num_layers"}
-)
+# What is not named here counts, so that a new field can cost a compile but never hide one.
+VALUES_OF_DRAFTER = {"rope_theta", "mask_token_id", "tap_convention", "tap_layer_ids", "target_num_layers"}
 """Fields of a drafter that change values in tensors, but no shape and no kernel."""
+VALUES_OF_TRAINING = {
+    "rows_per_step",
+    "epochs",
+    "max_steps",
+    "seed",
+    "loss",
+    "optimizer",
+    "compile",
+    "on_recompile",
+    "init_from",
+    "validation_fraction",
+    "validate_every",
+    "validation_rows",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "log_every",
+}
+"""Fields of a training configuration that enter no graph."""
+VALUES_OF_LOSS = {"gamma", "dpace_alpha", "kl_weight"}
 
 
 def training_graphs(drafter: DrafterConfig, training: TrainingConfig) -> GraphSet:
     """Identify the graphs of a training step, its backward, and an evaluation step."""
-    shape = drafter.model_dump(mode="json", exclude=set(ONLY_NUMBERS))
-    settings: dict[str, Any] = {
-        **{f"drafter.{name}": value for name, value in shape.items()},
-        "drafter.taps": len(drafter.tap_layer_ids),
-        "row_tokens": training.row_tokens,
-        "anchors_per_row": training.anchors_per_row,
-        "compute_dtype": training.compute_dtype,
-        "checkpoint_layers": training.checkpoint_layers,
-        "kl": training.loss.kl_weight > 0,
+    parts = {
+        "drafter": drafter.model_dump(mode="json", exclude=VALUES_OF_DRAFTER),
+        "training": training.model_dump(mode="json", exclude=VALUES_OF_TRAINING),
+        "loss": training.loss.model_dump(mode="json", exclude=VALUES_OF_LOSS),
     }
+    settings = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    settings |= {"drafter.taps": len(drafter.tap_layer_ids), "loss.kl": training.loss.kl_weight > 0}
     name = (
         f"train-{drafter.hidden_size}w-{drafter.num_layers}l-"
         f"{training.row_tokens}x{training.anchors_per_row}x{drafter.block_size}"
