@@ -9,6 +9,7 @@ Variants:
   padded-layers the same with every decoder layer compiled
   packed-plain  packed documents, merged projections, not compiled
   packed        packed documents, compiled arithmetic; with each of --budgets
+  packed-fp8    the same with 8-bit matrix products
   parity        largest error of the packed forward against transformers' forward of one chat at a time
   write         packed capture to closed shard files on the local disk (--codec), against capture alone
   profile       the kernels of one packed forward by time
@@ -37,7 +38,7 @@ from torch import nn
 
 from dflash_core.capture import TapRecorder
 from dflash_core.capture_ahead import captures
-from dflash_core.parity import token_error
+from dflash_core.parity import channel_scale, token_error
 from dflash_core.records import CaptureSpec, Sample, TargetSpec
 from dflash_core.target import Target, TargetConfig, default_tap_ids
 
@@ -118,6 +119,7 @@ VARIANTS = (
     "write",
     "parity",
     "profile",
+    "packed-fp8",
     "packed-plain",
     "padded",
     "padded-layers",
@@ -183,7 +185,14 @@ class Bench:
             for i, length in enumerate(lengths)
         ]
 
-    def target(self, *, batching: Literal["packed", "padded"], compiled: bool, budget: int) -> Target:
+    def target(
+        self,
+        *,
+        batching: Literal["packed", "padded"],
+        compiled: bool,
+        budget: int,
+        dtype: Literal["bfloat16", "fp8"] = "bfloat16",
+    ) -> Target:
         """The body cut behind the last tap, as `load_target` leaves it."""
         last = self.taps[-1] + 1
         self.cut(last)
@@ -303,6 +312,15 @@ def capture_variant(
         bench.measure(name, counted(target, chats), input="chats", budget=budget)
 
 
+def eight_bits(bench: Bench) -> None:
+    """Packed capture with 8-bit products: its speed and its error."""
+    budget = bench.arguments.budgets[0]
+    on_gpu = bench.device.type == "cuda"
+    target = bench.target(batching="packed", compiled=on_gpu, budget=budget, dtype="fp8")
+    bench.measure("packed-fp8", counted(target, bench.chats(4 * budget)), input="chats", budget=budget)
+    parity(bench, "fp8")
+
+
 def counted(target: Target, samples: Sequence[Sample]) -> Callable[[], int]:
     """Capture all samples and return their tokens."""
 
@@ -314,9 +332,10 @@ def counted(target: Target, samples: Sequence[Sample]) -> Callable[[], int]:
     return run
 
 
-def parity(bench: Bench) -> None:
+def parity(bench: Bench, dtype: Literal["bfloat16", "fp8"]) -> None:
     """Batched and packed against alone and plain, at full size."""
-    target = bench.target(batching="packed", compiled=bench.device.type == "cuda", budget=16384)
+    on_gpu = bench.device.type == "cuda"
+    target = bench.target(batching="packed", compiled=on_gpu, budget=16384, dtype=dtype)
     samples = bench._samples([max(4, n // bench.scale) for n in (700, 33, 1500, 64, 2048, 1)])
     worst: dict[str, float] = {}
     again: dict[str, float] = {}
@@ -324,9 +343,10 @@ def parity(bench: Bench) -> None:
     for sample, states in zip(samples, together, strict=True):
         plain, alone = target.reference(sample), target.capture_exact([sample])[0]
         for column, states_TD in states.items():
-            worst[column] = max(worst.get(column, 0.0), token_error(states_TD, plain[column]))
-            again[column] = max(again.get(column, 0.0), token_error(states_TD, alone[column]))
-    bench.say("parity", against_plain=worst, packed_against_packed_alone=again)
+            scale_D = channel_scale([other[column] for other in together])
+            worst[column] = max(worst.get(column, 0.0), token_error(states_TD, plain[column], scale_D))
+            again[column] = max(again.get(column, 0.0), token_error(states_TD, alone[column], scale_D))
+    bench.say("parity", dtype=dtype, against_plain=worst, packed_against_packed_alone=again)
 
 
 def profile(bench: Bench) -> None:
@@ -446,7 +466,8 @@ def main() -> None:
         "padded-layers": lambda: capture_variant(bench, "padded-layers", "padded", compiled=True),
         "packed-plain": lambda: capture_variant(bench, "packed-plain", "packed", compiled=False),
         "packed": lambda: capture_variant(bench, "packed", "packed", compiled=True),
-        "parity": lambda: parity(bench),
+        "packed-fp8": lambda: eight_bits(bench),
+        "parity": lambda: parity(bench, "bfloat16"),
         "profile": lambda: profile(bench),
         "write": lambda: write(bench),
     }

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_core.fp8 import quantise_rows
+
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
     """Root mean square norm over the last dimension; `offset` is 1 for weights stored around zero."""
@@ -150,6 +152,7 @@ class Fused:
         self.delta_inputs = wrap(delta_inputs)
         self.decay_and_rate = wrap(decay_and_rate)
         self.gated_rms_norm = wrap(gated_rms_norm)
+        self.quantise_rows = wrap(quantise_rows)
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dflash_core.fused import Fused, rms_norm
 from dflash_core.records import LAST_HIDDEN, CaptureSpec, Sample, tap_column
+from dflash_core.target_fp8 import Fp8Product
 
 MODEL_TYPES = (
     "llama",
@@ -104,6 +105,12 @@ def send(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+Product = Callable[[Tensor], Tensor]
+"""A linear map [N, X] -> [N, Y]."""
+MakeProduct = Callable[[Sequence[nn.Linear]], Product]
+"""One product of several linear layers with the same input, in the arithmetic of the capture."""
+
+
 class PackedBody:
     """A transformers text body (embed_tokens, layers, norm, rotary_emb) that runs packed batches."""
 
@@ -116,7 +123,12 @@ class PackedBody:
             raise NotPackable(f"layers of the kinds {sorted(kinds)}")
         self.model, self.spec = model, spec
         self.fused = Fused(compiled=compiled)
-        self.layers = [_Layer(layer, self.fused) for layer in model.layers]
+        self._fp8 = spec.weights_dtype == "fp8"
+        self.layers = [_Layer(layer, self.fused, self._product) for layer in model.layers]
+
+    def _product(self, linears: Sequence[nn.Linear]) -> Product:
+        merged = linears[0] if len(linears) == 1 else merge_linears(linears)
+        return Fp8Product(merged, self.fused.quantise_rows) if self._fp8 else merged
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """States [N, D] of every column of the capture spec."""
@@ -178,21 +190,23 @@ class _Norm:
 class _Layer:
     """One decoder layer: norms, token mixer, MLP."""
 
-    def __init__(self, layer: Any, fused: Fused) -> None:
+    def __init__(self, layer: Any, fused: Fused, product: MakeProduct) -> None:
         self.input_norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         if hasattr(layer, "linear_attn"):
-            self.mix: Callable[..., Tensor] = _DeltaNet(layer.linear_attn, fused)
+            self.mix: Callable[..., Tensor] = _DeltaNet(layer.linear_attn, fused, product)
         else:
-            self.mix = _Attention(layer.self_attn, fused)
+            self.mix = _Attention(layer.self_attn, fused, product)
         dense = all(hasattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
         dense = dense and not isinstance(layer.mlp.gate_proj, nn.Parameter)
-        self.mlp: Callable[[Tensor], Tensor] = _Mlp(layer.mlp, fused) if dense else _experts(layer.mlp)
+        self.mlp: Callable[[Tensor], Tensor] = (
+            _Mlp(layer.mlp, fused, product) if dense else _experts(layer.mlp)
+        )
 
 
 class _Attention:
     """Causal attention inside each document; head norms, partial rotary and output gate where present."""
 
-    def __init__(self, module: Any, fused: Fused) -> None:
+    def __init__(self, module: Any, fused: Fused, product: MakeProduct) -> None:
         self.fused = fused
         width = module.head_dim
         key_heads = module.k_proj.out_features // width
@@ -200,8 +214,8 @@ class _Attention:
         gated = module.q_proj.out_features == 2 * query_heads * width
         self.heads = (query_heads, key_heads, width, gated)
         self.scale = float(module.scaling)
-        self.project = merge_linears([module.q_proj, module.k_proj, module.v_proj])
-        self.output = module.o_proj
+        self.project = product([module.q_proj, module.k_proj, module.v_proj])
+        self.output = product([module.o_proj])
         self.norms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0)
         if hasattr(module, "q_norm"):
             q_norm, k_norm = _Norm(module.q_norm), _Norm(module.k_norm)
@@ -220,18 +234,16 @@ class _Attention:
 class _DeltaNet:
     """Gated delta net whose state and convolution start anew with each document."""
 
-    def __init__(self, module: Any, fused: Fused) -> None:
+    def __init__(self, module: Any, fused: Fused, product: MakeProduct) -> None:
         self.fused = fused
         self.shape = (module.num_k_heads, module.head_k_dim, module.num_v_heads, module.head_v_dim)
         self.conv_CW = module.conv1d.weight.squeeze(1)
-        self.project = merge_linears(
-            [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
-        )
+        self.project = product([module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a])
         self.z_start = module.in_proj_qkv.out_features
         self.b_start = self.z_start + module.in_proj_z.out_features
         self.decay = (module.A_log, module.dt_bias)
         self.norm_weight, self.norm_eps = module.norm.weight, float(module.layer_norm_epsilon)
-        self.output = module.out_proj
+        self.output = product([module.out_proj])
         if module.activation != "silu" or module.conv1d.bias is not None:
             raise NotPackable("a gated delta net with another convolution")
 
@@ -253,12 +265,12 @@ class _DeltaNet:
 class _Mlp:
     """SwiGLU with gate and up as one product."""
 
-    def __init__(self, module: Any, fused: Fused) -> None:
+    def __init__(self, module: Any, fused: Fused, product: MakeProduct) -> None:
         if getattr(module.config, "hidden_act", "silu") != "silu":
             raise NotPackable("an MLP that is not SwiGLU")
         self.fused = fused
-        self.gate_up = merge_linears([module.gate_proj, module.up_proj])
-        self.down = module.down_proj
+        self.gate_up = product([module.gate_proj, module.up_proj])
+        self.down = product([module.down_proj])
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         return self.down(self.fused.swiglu(self.gate_up(x_ND)))

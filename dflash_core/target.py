@@ -47,7 +47,7 @@ __all__ = [
     "packed_batches",
 ]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}
 
 
 class TargetConfig(Config):
@@ -63,8 +63,9 @@ class TargetConfig(Config):
     """How many taps the default rule gives."""
     last_hidden: Literal["no", "before_final_norm", "after_final_norm"] = "no"
     """Also capture the last hidden state; then every layer is run."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Arithmetic of the target."""
+    dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16"
+    """Arithmetic of the target. "fp8": 8-bit matrix products, packed targets only; faster, and the error
+    that it adds is what the parity gate reports. Part of a data set's identity."""
     mask_token: int | str | None = None
     """Token that fills the masked slots; needed where the target has no default for it."""
     attention: Literal["sdpa", "eager"] = "sdpa"
@@ -149,8 +150,8 @@ class Target:
         try:
             return PackedBody(self.model, self.capture_spec, compiled=compiled)
         except NotPackable as error:
-            if self.config.batching == "packed":
-                raise UserError(f'batching "packed" cannot run {self.spec.name}: {error}') from None
+            if self.config.batching == "packed" or self.config.dtype == "fp8":
+                raise UserError(f"packed batches cannot run {self.spec.name}: {error}") from None
             self.report.append(f"Padded batches are used, which is slower: {error}.")
             return None
 
@@ -158,6 +159,10 @@ class Target:
 def _wants_packing(config: TargetConfig, on_gpu: bool) -> bool:
     if config.batching == "packed" and config.device_map is not None:
         raise UserError('batching "packed" runs on one device; drop device_map, or use batching "padded"')
+    if config.dtype == "fp8":
+        if config.batching == "padded" or config.device_map is not None:
+            raise UserError('dtype "fp8" needs packed batches on one device: drop batching and device_map')
+        return True
     return config.batching == "packed" or (config.batching == "auto" and on_gpu and not config.device_map)
 
 

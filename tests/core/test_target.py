@@ -337,6 +337,18 @@ def test_unknown_models_fall_back_to_padded_rows(folders: dict[str, Path]) -> No
         load(folders["qwen3"], batching="packed", device_map="auto")
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_eight_bit_products_add_an_error_that_is_reported(folders: dict[str, Path], family: str) -> None:
+    exact = load(folders[family], dtype="bfloat16", batching="packed")
+    coarse = load(folders[family], dtype="fp8")
+    assert coarse.capture_spec.weights_dtype == "fp8" and coarse.packed is not None
+    samples = random_samples(LENGTHS)
+    error = max(check_parity(coarse, samples).values())
+    assert max(check_parity(exact, samples).values()) < error < 0.5
+    with pytest.raises(UserError, match="fp8"):
+        load(folders[family], dtype="fp8", batching="padded")
+
+
 @pytest.mark.slow
 def test_compiled_arithmetic_equals_uncompiled(folders: dict[str, Path]) -> None:
     samples, more = random_samples((3, 120)), random_samples((40, 100, 200))
