@@ -87,6 +87,17 @@ def up(
     run(host, port, limit, logs)
 
 
+@app.command()
+def join(
+    limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
+    healthcheck: Annotated[bool, typer.Option(help="Answer GET /health on port 8080.")] = False,
+) -> None:
+    """Work for the Prefect server at PREFECT_API_URL: register both deployments, take runs; Ctrl-C stops."""
+    from flows.up import join as run
+
+    run(limit, healthcheck)
+
+
 @app.command(context_settings=PASSED_ON)
 def shards(ctx: typer.Context) -> None:
     """List, show, verify and repair the shards of a data set."""

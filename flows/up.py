@@ -1,14 +1,15 @@
-"""`dflash up`: a Prefect server, a work pool with a worker, and both deployments, on one machine."""
+"""`dflash up` and `dflash join`: a Prefect server with a worker, or a worker for a server that is there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 POOL = "dflash"
+PREFECT = [sys.executable, "-m", "prefect"]
 PREFECT_FILE = Path(__file__).parent.parent / "prefect.yaml"
 SERVER_START_S = 240.0
 """The first start creates the database."""
@@ -39,44 +41,77 @@ def up(host: str, port: int, limit: int, logs: Path) -> None:
     `limit` is how many flow runs may go on at a time. Raises UserError when the port is taken or a part does
     not start.
     """
-    if not PREFECT_FILE.exists():
-        raise UserError(f"{PREFECT_FILE} is missing: `dflash up` runs from a checkout of the repository")
     url = f"http://{host}:{port}"
     if _answers(url):
-        raise UserError(f"something answers at {url} already; choose another --port, or use that server")
+        raise UserError(f"something answers at {url} already; choose another --port, or use `dflash join`")
+    logs.mkdir(parents=True, exist_ok=True)
+    environment = _environment(f"{url}/api")
+    server_command = [*PREFECT, "server", "start", "--host", host, "--port", str(port)]
+    with _until_stopped(), _process(server_command, environment, logs / "server.log") as server:
+        typer.echo(f"starting the Prefect server (log: {logs / 'server.log'})")
+        _wait_for_server(url, server, logs / "server.log")
+        _work(environment, limit, {"the server": server}, lambda: _say_ready(url))
+
+
+def join(limit: int, healthcheck: bool) -> None:
+    """Register the deployments with the server that Prefect is configured for, and work for it until stopped.
+
+    Runs have this folder as their working folder. Raises UserError when there is no such server.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    api = PREFECT_API_URL.value()
+    if not api or not _answers(api.removesuffix("/api")):
+        raise UserError(f"no Prefect server answers at {api}; set PREFECT_API_URL, or start one: dflash up")
+    environment = _environment(api)
+    with _until_stopped():
+        _work(environment, limit, {}, lambda: typer.echo(f"working for {api}; Ctrl-C stops"), healthcheck)
+
+
+def _work(
+    environment: dict[str, str],
+    limit: int,
+    others: dict[str, subprocess.Popen[bytes]],
+    ready: Callable[[], None],
+    healthcheck: bool = False,
+) -> None:
+    """Register, and run a worker of the pool until it, or one of the other processes, ends."""
+    command = [*PREFECT, "worker", "start", "--pool", POOL, "--type", "process", "--limit", str(limit)]
+    command += [
+        "--name",
+        f"{socket.gethostname()}-{os.getpid()}",
+        *(["--with-healthcheck"] if healthcheck else []),
+    ]
+    with _client(environment["PREFECT_API_URL"]) as client:
+        register(client, environment)
+        with _process(command, environment, None) as worker:
+            try:
+                ready()
+                _until_one_ends({**others, "the worker": worker})
+            finally:
+                _stop(worker)
+                mark_crashed(client)
+
+
+def _environment(api: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PREFECT_API_URL": api,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+    }
+
+
+@contextlib.contextmanager
+def _until_stopped() -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM end the block, and say so."""
     # An own handler also frees the children from an ignored SIGINT, which a shell gives to background jobs
     # and without which Prefect's worker cannot be stopped.
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
-    environment = {
-        **os.environ,
-        "PREFECT_API_URL": f"{url}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
-    }
-    logs.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(KeyboardInterrupt):
-        _run(url, host, port, limit, logs, environment)
+        yield
     typer.echo("stopped")
-
-
-def _run(url: str, host: str, port: int, limit: int, logs: Path, environment: Mapping[str, str]) -> None:
-    prefect = [sys.executable, "-m", "prefect"]
-    server_command = [*prefect, "server", "start", "--host", host, "--port", str(port)]
-    worker_command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
-    worker_command += ["--name", f"{POOL}-{port}", "--limit", str(limit)]
-    with _process(server_command, environment, logs / "server.log") as server:
-        typer.echo(f"starting the Prefect server (log: {logs / 'server.log'})")
-        _wait_for_server(url, server, logs / "server.log")
-        with _client(environment["PREFECT_API_URL"]) as client:
-            register(client, environment)
-            with _process(worker_command, environment, None) as worker:
-                try:
-                    _say_ready(url)
-                    _until_one_ends({"the server": server, "the worker": worker})
-                finally:
-                    _stop(worker)
-                    mark_crashed(client)
 
 
 def register(client: SyncPrefectClient, environment: Mapping[str, str]) -> None:
@@ -84,13 +119,16 @@ def register(client: SyncPrefectClient, environment: Mapping[str, str]) -> None:
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
 
+    if not PREFECT_FILE.exists():
+        raise UserError(
+            f"{PREFECT_FILE} is missing: install the package with `pip install --editable` from a checkout"
+        )
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     done = subprocess.run(
-        [*command, "--prefect-file", str(PREFECT_FILE)],
+        [*PREFECT, "--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE)],
         env=dict(environment),
         cwd=PREFECT_FILE.parent,
         capture_output=True,
@@ -137,7 +175,7 @@ def watch_for_silence() -> None:
 
 
 def mark_crashed(client: SyncPrefectClient) -> None:
-    """End the runs whose worker has just been stopped; Prefect would show them as running for ever."""
+    """End the runs whose process on this host is gone; Prefect would show them as running for ever."""
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
     from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
@@ -148,9 +186,11 @@ def mark_crashed(client: SyncPrefectClient) -> None:
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [POOL]}}),
     )
     for run in runs:
-        message = "`dflash up` was stopped during the run; retry it to continue where it was"
-        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
-        typer.echo(f"run {run.name} was stopped; retry it to continue where it was")
+        host, _, pid = (run.infrastructure_pid or "").rpartition(":")
+        if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
+            message = "its worker was stopped during the run; retry it to continue where it was"
+            client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+            typer.echo(f"run {run.name}: {message}")
 
 
 def _say_ready(url: str) -> None:

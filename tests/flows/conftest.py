@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def extraction(store: Path, chats: Path, target: Path, **changes: Any) -> ExtractConfig:
+def extraction(store: Path, chats: Path, target: Path, changes: Mapping[str, Any]) -> ExtractConfig:
     """Return the configuration of a small extraction."""
     values: dict[str, Any] = {
         "name": "tiny",
@@ -57,20 +57,20 @@ def extraction(store: Path, chats: Path, target: Path, **changes: Any) -> Extrac
         "shard_tokens": 600,
         "workers": {"slots": ["cpu"], "silence_timeout_s": 60},
     }
-    return ExtractConfig.model_validate(values | changes)
+    return ExtractConfig.model_validate(values | dict(changes))
 
 
 @pytest.fixture
 def extract_config(tmp_path: Path, chats: Path, tiny_target_dir: Path) -> Callable[..., ExtractConfig]:
     """Make the configuration of a small extraction into a store of the test's own."""
-    return lambda **changes: extraction(tmp_path / "store", chats, tiny_target_dir, **changes)
+    return lambda **changes: extraction(tmp_path / "store", chats, tiny_target_dir, changes)
 
 
 @pytest.fixture(scope="session")
 def sealed(tmp_path_factory: pytest.TempPathFactory, chats: Path, tiny_target_dir: Path) -> Dataset:
     """A sealed data set of the small extraction; not to be changed."""
     store = tmp_path_factory.mktemp("sealed") / "store"
-    dataset, outcome = run_extraction(extraction(store, chats, tiny_target_dir))
+    dataset, outcome = run_extraction(extraction(store, chats, tiny_target_dir, {}))
     assert not outcome.failed
     return dataset
 
