@@ -7,9 +7,9 @@ Real states come from `--target` (a transformers folder) reading the chats of `-
 keeps them for the next run. Channel scales come from the first third of the chats; the other two thirds are
 measured. Each codec reports: ratio (against bf16), bits_per_value, entropy_bits_per_value (order-0 entropy
 of the symbols of each layer), relative_error (RMS in channel scales), worst_layer_error, energy_error
-(sqrt(sum of squared errors / sum of squares)), and MB of bf16 a second: encode_MB_s and decode_MB_s of
-everything, entropy_encode_MB_s and entropy_decode_MB_s of the part that runs on CPU threads. With `--device
-cuda` the arithmetic runs there.
+(sqrt(sum of squared errors / sum of squares)), and MB of bf16 a second of one core: encode_MB_s and
+decode_MB_s of everything, entropy_encode_MB_s and entropy_decode_MB_s of the part that runs on CPU threads.
+With `--device cuda` the arithmetic runs there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def entropy(counts: Tensor) -> float:
 
 
 class Clock:
-    """Adds up the seconds of named stages."""
+    """Adds up the seconds of named stages: CPU time of this thread, or time on the clock with a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,13 +111,16 @@ class Clock:
 
     def start(self) -> None:
         self._wait()
-        self._last = time.perf_counter()
+        self._last = self._now()
 
     def stop(self, stage: str) -> None:
         self._wait()
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[stage] += now - self._last
         self._last = now
+
+    def _now(self) -> float:
+        return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
