@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dflash_core.compile_watch import Watch
+from dflash_core.compile_watch import Watch, cache_in_use
 from dflash_core.configuration import Config, UserError
 from dflash_core.distributed import World, join_world, leave_world
 from dflash_core.drafter import Drafter, DrafterConfig
@@ -219,7 +219,11 @@ class TrainLoop:
         step = self._trainer.optimizer_step
         position = Position(optimizer_step=step, epoch=place.epoch, step_in_epoch=place.step_in_epoch)
         tensors = self._trainer.state() | {"rng/cpu": torch.get_rng_state()}
-        notes: dict[str, Any] = {"ranks": self._world.size, "versions": software_versions()}
+        notes: dict[str, Any] = {
+            "ranks": self._world.size,
+            "versions": software_versions(),
+            "compile_cache": cache_in_use(),
+        }
         self._checkpoints.save(position, tensors, notes, score=score)
         self._out.event("checkpoint", step=step, score=score)
 
@@ -251,6 +255,7 @@ def build_trainer(job: TrainJob, total_steps: int, world: World) -> Trainer:
         if differing or drafter.config.types != job.drafter.types:
             raise UserError(f"{training.init_from} is a drafter of another shape: {'; '.join(differing)}")
         drafter.compute_dtype = training.dtype
+        drafter.requires_grad_(True)
     else:
         drafter = Drafter(job.drafter, training.dtype)
         drafter.init_weights(training.seed)
