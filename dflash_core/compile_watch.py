@@ -115,6 +115,20 @@ def environment_for_ranks(
     }
 
 
+def cache_in_use(variables: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """Say which cache the launcher gave to this rank, for its checkpoints; None without a launcher.
+
+    Of a cold start only the fingerprint is known: its version is published after the first step.
+    """
+    if FINGERPRINT_VARIABLE not in variables:
+        return None
+    return {
+        "fingerprint": variables[FINGERPRINT_VARIABLE],
+        "version": variables[VERSION_VARIABLE],
+        "start": variables[START_VARIABLE],
+    }
+
+
 class Watch:
     """Counts what torch compiles in this process between `start` and `report`."""
 

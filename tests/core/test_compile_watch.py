@@ -14,6 +14,7 @@ from dflash_core.compile_watch import (
     CompileReport,
     Watch,
     cache_files,
+    cache_in_use,
     environment_for_ranks,
     seconds_since_process_start,
 )
@@ -129,6 +130,14 @@ def test_watch_reads_what_the_launcher_set(tmp_path: Path) -> None:
     assert Watch.from_environment({}).start().report().start == "cold"
     with pytest.raises(UserError, match="must be restored, local or cold"):
         Watch.from_environment({"DFLASH_COMPILE_START": "warm"})
+
+
+def test_what_checkpoints_say_of_the_cache(tmp_path: Path) -> None:
+    ours = fingerprint(tmp_path)
+    said = cache_in_use(environment_for_ranks(ours, "restored", "abc/def"))
+    assert said == {"fingerprint": ours.id, "version": "abc/def", "start": "restored"}
+    assert cache_in_use(environment_for_ranks(ours, "cold")) == {**said, "version": "", "start": "cold"}
+    assert cache_in_use({}) is None
 
 
 def test_report_travels_as_a_line() -> None:
