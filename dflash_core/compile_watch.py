@@ -35,12 +35,16 @@ VERSION_VARIABLE = "DFLASH_COMPILE_VERSION"
 KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
 """Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
 
-REMOTE_CACHES = (
-    "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE",
-    "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE",
-    "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE",
-    "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE",
-)
+FIXED_VARIABLES = {
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    # What remote caches deliver is unpickled, and nobody signs it.
+    "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE": "0",
+    "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",
+    "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE": "0",
+}
+"""Set for every rank, whatever the user's environment says."""
 
 StartState = Literal["restored", "local", "cold"]
 """Where the kernels come from: the store, this machine's own sealed folder, or nowhere yet."""
@@ -98,17 +102,14 @@ def environment_for_ranks(
 ) -> dict[str, str]:
     """Return the variables that ranks need before they import torch.
 
-    Both caches get one fixed folder on this machine. Remote caches are switched off: what they hold is
-    unpickled, and nothing signs it. `version` names what was restored; ranks find it in `VERSION_VARIABLE`,
-    for their checkpoints.
+    Both caches get one fixed folder on this machine; remote caches are switched off. `version` names what was
+    restored; ranks find it in `VERSION_VARIABLE`, for their checkpoints.
     """
     root = fingerprint.cache_dir
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(root),
         "TRITON_CACHE_DIR": str(root / "triton"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        **dict.fromkeys(REMOTE_CACHES, "0"),
+        **FIXED_VARIABLES,
         FINGERPRINT_VARIABLE: fingerprint.id,
         START_VARIABLE: start,
         VERSION_VARIABLE: version or "",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dflash_core.compile_fingerprint import Fingerprint, GraphSet, environment_here
-from dflash_core.compile_watch import CompileReport, StartState, environment_for_ranks
+from dflash_core.compile_watch import FIXED_VARIABLES, CompileReport, StartState, environment_for_ranks
 from dflash_core.configuration import Config, UserError
 from storage.compile_archive import Manifest, RejectedArtifact, mismatches, package, seal, unseal
 from storage.compile_cache import (
@@ -123,7 +123,7 @@ class CompileSession:
         Raises:
             UserError: the wished version does not exist or cannot be pinned, or the local root is not usable.
         """
-        environment = environment_here(variables)
+        environment = environment_here({**FIXED_VARIABLES, **(variables or {})})
         fingerprint = Fingerprint(environment=environment, graphs=graphs, local_root=config.root)
         session = cls(store, fingerprint, config, ranks, run_name or f"{socket.gethostname()}-{os.getpid()}")
         session.prepare()
@@ -250,6 +250,9 @@ class CompileSession:
             return
         report = CompileReport.model_validate(message)
         self.reports[report.rank] = report
+        made_for = self.fingerprint.environment.device
+        if report.device not in (made_for, "cpu"):
+            self.notes.append(f"rank {report.rank} runs on {report.device}, the cache is that of {made_for}")
         for reason in report.reasons:
             log.info("rank %d compiled: %s", report.rank, reason)
         if len(self.reports) >= self._ranks and not self._settled:

@@ -213,6 +213,14 @@ def test_a_restored_run_that_compiled_more_publishes_it_all(store: Store, ours: 
         assert not session.summary()["nothing_compiled"]
 
 
+def test_a_rank_on_another_kind_of_gpu_is_noted(store: Store, ours: Fingerprint) -> None:
+    with started(store, ours, ranks=2) as session:
+        session.on_message(report(session, 0, compiled=False))
+        assert len(session.notes) == 1
+        session.on_message(report(session, 1, compiled=False) | {"device": "NVIDIA A100"})
+    assert session.notes[-1] == "rank 1 runs on NVIDIA A100, the cache is that of NVIDIA H200"
+
+
 def test_the_second_run_on_a_machine_joins_and_changes_nothing(store: Store, ours: Fingerprint) -> None:
     with started(store, ours) as first:
         write_cache(first.folder)
