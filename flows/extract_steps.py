@@ -1,95 +1,29 @@
-"""The steps of an extraction in plain Python: chats to a planned data set, shards to workers, and the seal.
+"""The steps of an extraction in plain Python: responses, shards to workers, and the seal.
 
 `flows.extract` runs the same steps as a Prefect flow; nothing here needs Prefect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_core.chat import ChatEncoder
 from dflash_core.configuration import UserError
-from dflash_core.messages import ChatError
-from dflash_core.records import Sample
-from dflash_core.target import describe_target, load_tokenizer
 from flows.config import ExtractConfig
+from flows.devices import hold_devices
+from flows.extract_plan import plan_dataset
 from flows.launch import JobError, Message, OnMessage, PoolClosed, Worker, WorkerPool, python_module
 from flows.respond import RespondConfig
-from storage.chats import UnreadableRecord, input_fingerprint, read_chats
-from storage.dataset import Dataset, DatasetError, DatasetSpec, Manifest, create_dataset, open_dataset
-from storage.objects import open_store
+from storage.dataset import Dataset, Manifest
 
 log = logging.getLogger(__name__)
 
 JOBS_PER_WORKER = 2
 """A worker captures one shard while it finishes and uploads the one before."""
-EXAMPLES_SHOWN = 5
-ENOUGH_TO_JUDGE = 1000
-"""A stream is not refused for its share of bad records before it has given this many."""
-
-
-@dataclass
-class ChatTally:
-    """What became of the chats that were read."""
-
-    read: int = 0
-    kept: int = 0
-    filtered: Counter[str] = field(default_factory=Counter)
-    """Sound chats that give no sample, by reason."""
-    bad: Counter[str] = field(default_factory=Counter)
-    """Records that cannot be used, by reason."""
-    examples: list[str] = field(default_factory=list)
-    """The first bad records: place and reason."""
-
-    def spoil(self, where: str, reason: str, detail: str) -> None:
-        """Count a bad record."""
-        self.bad[reason] += 1
-        if len(self.examples) < EXAMPLES_SHOWN:
-            self.examples.append(f"{where}: {detail}")
-
-    def check(self, max_bad_fraction: float) -> None:
-        """Raise UserError when too large a share of the records is bad."""
-        bad = self.bad.total()
-        if bad > max_bad_fraction * self.read:
-            raise UserError(
-                f"{bad} of {self.read} chats cannot be used, more than max_bad_fraction {max_bad_fraction:g} "
-                "allows. The first:\n  " + "\n  ".join(self.examples)
-            )
-
-    def sentence(self) -> str:
-        """Say it in one line."""
-        reasons = [f"{count} {reason}" for reason, count in (self.bad + self.filtered).most_common()]
-        dropped = f"; dropped: {', '.join(reasons)}" if reasons else ""
-        return f"{self.read} chats read, {self.kept} kept{dropped}"
-
-
-def encode_chats(
-    config: ExtractConfig, encoder: ChatEncoder, sources: Sequence[str], tally: ChatTally
-) -> Iterator[Sample]:
-    """Turn chats into samples one by one. Raises UserError when too many records are bad."""
-    for source in sources:
-        for record, where in read_chats(source):
-            if tally.read == config.limit:
-                break
-            tally.read += 1
-            try:
-                if isinstance(record, UnreadableRecord):
-                    raise ChatError("unreadable", record.error)
-                yield encoder.encode(record)
-                tally.kept += 1
-            except ChatError as error:
-                if error.unusable:
-                    tally.spoil(where, error.reason, str(error))
-                    if tally.read >= ENOUGH_TO_JUDGE:
-                        tally.check(config.max_bad_fraction)
-                else:
-                    tally.filtered[error.reason] += 1
-    tally.check(config.max_bad_fraction)
 
 
 def respond_config(config: ExtractConfig) -> RespondConfig:
@@ -113,52 +47,19 @@ def respond_config(config: ExtractConfig) -> RespondConfig:
 
 def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
     """Have the target answer the chats, in a process of its own on the first slot; resumes by itself."""
-    workers = config.workers
     job = {"task": "respond", "config": respond_config(config).model_dump(mode="json")}
-    with WorkerPool(
-        worker_slots(workers.slots)[:1],
+    workers = config.workers
+    slots = worker_slots(workers.slots)[:1]
+    pool = WorkerPool(
+        slots,
         python_module("flows.step_worker"),
         {},
         start_timeout_s=workers.start_timeout_s,
         silence_timeout_s=workers.silence_timeout_s,
-    ) as pool:
+    )
+    with hold_devices(slots), pool:
         result, _ = pool.run(job, on_message)
     log.info("responses: %s", result["sentence"])
-
-
-def plan_dataset(config: ExtractConfig) -> Dataset:
-    """Open the data set that the configuration describes, or plan it from the chats.
-
-    A data set that is planned already is opened without reading more of the chats than their fingerprint.
-    Raises UserError.
-    """
-    sources = (config.responses.output,) if config.responses else config.chats
-    target, capture = describe_target(config.target)
-    spec = DatasetSpec(
-        target=target,
-        capture=capture,
-        codec=config.codec,
-        input_sha256=input_fingerprint(sources),
-        chat={**config.chat.model_dump(mode="json"), "limit": config.limit},
-        shard_tokens=config.shard_tokens,
-        row_group_bytes=config.row_group_bytes,
-    )
-    store = open_store(config.store)
-    folder = f"{config.name}-{spec.fingerprint[:12]}"
-    try:
-        dataset = open_dataset(f"{store.uri}/{folder}", spec)
-    except DatasetError:
-        tally = ChatTally()
-        encoder = ChatEncoder(load_tokenizer(config.target.path, config.target.revision), config.chat)
-        samples = encode_chats(config, encoder, sources, tally)
-        dataset = create_dataset(store, config.name, spec, samples)
-        log.info("%s", tally.sentence())
-    plan = dataset.plan
-    log.info(
-        "data set %s: %d samples, %d tokens (%d supervised) in %d shards",
-        *(dataset.uri, plan.samples, plan.tokens, plan.supervised, len(plan.shards)),
-    )
-    return dataset
 
 
 def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
@@ -170,9 +71,11 @@ def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(i) for i in range(torch.cuda.device_count())) or ("cpu",)
 
 
-def open_pool(config: ExtractConfig, dataset: Dataset) -> WorkerPool:
-    """Return the pool of workers that capture this data set; none is started yet."""
+@contextlib.contextmanager
+def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
+    """Give the pool of workers that capture this data set, none started yet; their GPUs are held."""
     workers = config.workers
+    slots = worker_slots(workers.slots)
     setup = {
         "target": config.target.model_dump(mode="json"),
         "dataset": dataset.uri,
@@ -180,14 +83,16 @@ def open_pool(config: ExtractConfig, dataset: Dataset) -> WorkerPool:
         "scratch": workers.scratch,
         "writer": workers.writer.model_dump(mode="json"),
     }
-    return WorkerPool(
-        worker_slots(workers.slots),
+    pool = WorkerPool(
+        slots,
         python_module("flows.extract_worker"),
         setup,
         depth=JOBS_PER_WORKER,
         start_timeout_s=workers.start_timeout_s,
         silence_timeout_s=workers.silence_timeout_s,
     )
+    with hold_devices(slots), pool:
+        yield pool
 
 
 def wanted_shards(dataset: Dataset, only: Sequence[int] = ()) -> list[int]:

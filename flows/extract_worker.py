@@ -145,7 +145,7 @@ class ShardCapturer:
             yield budget, states
             del states  # let go of the batch's outputs before the next forward
             tokens += sum(sample.num_tokens for sample in batch)
-            self.channel.say("progress", what=what, tokens=tokens, of=total)
+            self.channel.say("progress", what=what, done=tokens, of=total)
 
     def _smaller_budget(self, batch: Sequence[Sample], budget: int, what: str) -> int:
         if torch.cuda.is_available():

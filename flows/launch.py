@@ -373,11 +373,23 @@ class WorkerPool:
                 self._changed.wait()
 
 
+def visible_gpus(slot: str) -> list[str]:
+    """Return the GPUs of a slot ("0", "2,3"; "cpu" has none) by the names that a child must be given.
+
+    Numbers count within CUDA_VISIBLE_DEVICES where that is set, as they do for everything else here.
+    """
+    gpus = [] if slot == "cpu" else [gpu.strip() for gpu in slot.split(",")]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if names == [""]:
+        return gpus
+    return [names[int(gpu)] if gpu.isdigit() and int(gpu) < len(names) else gpu for gpu in gpus]
+
+
 def slot_environment(slot: str) -> dict[str, str]:
     """Return the environment of a worker: its GPUs, and nothing that would make it draw progress bars."""
     env = dict(os.environ)
     env.update(
-        CUDA_VISIBLE_DEVICES="" if slot == "cpu" else slot,
+        CUDA_VISIBLE_DEVICES=",".join(visible_gpus(slot)),
         PYTHONUNBUFFERED="1",
         HF_HUB_DISABLE_PROGRESS_BARS="1",
         TQDM_DISABLE="1",

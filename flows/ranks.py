@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.configuration import UserError
-from flows.launch import OnMessage, ignore, python_module
+from flows.launch import OnMessage, ignore, python_module, visible_gpus
 
 SHUTDOWN_S = 10
 """How long ranks may take to end after SIGTERM."""
@@ -54,7 +54,7 @@ def run_ranks(
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
     env = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(",".join(gpus))) if gpus else ""
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
     if not gpus:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))

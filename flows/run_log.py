@@ -9,9 +9,12 @@ from typing import TypeVar, cast
 
 from prefect import get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.exceptions import MissingContextError
+from prefect.runtime import task_run
 from prefect.states import Failed
 
 from dflash_core.configuration import UserError
+from flows import console
 from flows.launch import Message
 
 Result = TypeVar("Result")
@@ -20,24 +23,25 @@ OUR_LOGGERS = ("flows", "storage", "dflash_core")
 
 def relay_message(message: Message) -> None:
     """Write a worker's log record, or a line of its stderr, to the log of the current run."""
+    if message["kind"] == "progress" and message.get("of"):
+        console.tell(task_run.name or "", message.get("done", message.get("tokens", 0)) / message["of"])
     if message["kind"] in ("log", "stderr"):
         level = logging.getLevelNamesMapping().get(message.get("level", "INFO"), logging.INFO)
         get_run_logger().log(level, "%s", message["text"])
 
 
 class _RunHandler(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._logger = get_run_logger()
+    """Asks at each record which run it belongs to: tasks run in threads of their own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._logger.log(record.levelno, "%s", record.getMessage())
+        with contextlib.suppress(MissingContextError):
+            get_run_logger().log(record.levelno, "%s", record.getMessage())
 
 
 @contextlib.contextmanager
 def relay_logs() -> Iterator[None]:
-    """Send what our own packages log in this block to the log of the current run."""
-    handler = _RunHandler()
+    """Send what our own packages log in this block to the log of the run that it happens in."""
+    handler = _RunHandler(logging.INFO)
     loggers = [logging.getLogger(name) for name in OUR_LOGGERS]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
@@ -54,16 +58,15 @@ def relay_logs() -> Iterator[None]:
 
 
 def without_traceback(step: Callable[[], Result]) -> Result:
-    """Run a step of a task with its log relayed; an error that users can mend fails the task in plain words.
+    """Run a step of a task; an error that users can mend fails the task in plain words.
 
     Prefect writes a traceback for an exception that a task raises, not for a failed state that it returns.
     `value` gives the flow the exception back.
     """
-    with relay_logs():
-        try:
-            return step()
-        except UserError as error:
-            return cast(Result, Failed(message=str(error), data=error))
+    try:
+        return step()
+    except UserError as error:
+        return cast(Result, Failed(message=str(error), data=error))
 
 
 def value(result: Result) -> Result:

@@ -21,7 +21,7 @@ from flows import report, train_steps
 from flows.config import TrainConfig
 from flows.launch import JobError, Message
 from flows.ranks import RanksFailed
-from flows.run_log import relay_message, value, without_traceback
+from flows.run_log import relay_logs, relay_message, value, without_traceback
 from flows.train_steps import TrainingLog
 from storage.dataset import Dataset
 
@@ -72,7 +72,7 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
     if dataset:
         config = config.model_copy(update={"dataset": dataset})
     try:
-        with train_steps.output_folder(config) as folder:
+        with relay_logs(), train_steps.output_folder(config) as folder:
             return _train(config, folder)
     except (UserError, RanksFailed, JobError) as error:
         get_run_logger().error("%s", error)

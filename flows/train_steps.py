@@ -23,6 +23,7 @@ from dflash_core.records import TargetSpec
 from dflash_core.target_identity import target_spec
 from flows.build_cache import open_compile_store
 from flows.config import TrainConfig, dump_config
+from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
 from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
@@ -116,7 +117,7 @@ def train(
     }
     file = folder / "run.json"
     file.write_text(json.dumps(run))
-    with _compile_session(config, dataset, drafter, gpus, ranks) as session:
+    with hold_devices(gpus), _compile_session(config, dataset, drafter, gpus, ranks) as session:
 
         def follow(message: Message) -> None:
             if session is not None:
@@ -174,7 +175,8 @@ def evaluate(config: TrainConfig, dataset: Dataset, folder: Path, on_message: On
     job = {"task": "evaluate", "config": settings.model_dump(mode="json")}
     slots = worker_slots(config.gpus)[:1]
     timeout = config.silence_timeout_s
-    with WorkerPool(slots, python_module("flows.step_worker"), {}, silence_timeout_s=timeout) as pool:
+    pool = WorkerPool(slots, python_module("flows.step_worker"), {}, silence_timeout_s=timeout)
+    with hold_devices(slots), pool:
         result, _ = pool.run(job, on_message)
     report = result["report"]
     assert isinstance(report, dict)

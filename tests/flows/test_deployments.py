@@ -46,10 +46,12 @@ def deployments() -> dict[str, dict[str, Any]]:
 
 def test_flows_and_deployments_carry_the_names_that_the_plugin_knows() -> None:
     from flows.extract import extract_hidden_states
+    from flows.extract_shards import CHILD_DEPLOYMENT, extract_shards
     from flows.train import train_drafter
 
-    flows = {flow.name: flow for flow in (extract_hidden_states, train_drafter)}
-    assert set(flows) == set(deployments()) == NAMES
+    flows = {flow.name: flow for flow in (extract_hidden_states, extract_shards, train_drafter)}
+    assert set(flows) == set(deployments()) == NAMES | {"extract-shards"}
+    assert CHILD_DEPLOYMENT == "extract-shards/extract-shards"
     for name, deployment in deployments().items():
         module, _, function = deployment["entrypoint"].rpartition(".")
         fn = flows[name].fn

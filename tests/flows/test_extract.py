@@ -17,7 +17,8 @@ from dflash_core.configuration import UserError
 from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
 from flows.config import ExtractConfig, dump_config
-from flows.extract_steps import ShardRunner, finish_dataset, open_pool, plan_dataset, wanted_shards
+from flows.extract_plan import plan_dataset
+from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards
 from flows.launch import WorkerDied
 from storage.dataset import Dataset, DatasetError, open_dataset
 
@@ -173,6 +174,22 @@ def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
     assert {"extraction-progress", "shards", "failed-shards", "data-set"} <= set(artifacts)
     assert "--only 1" in str(artifacts["failed-shards"])
     assert dataset.uri in str(artifacts["data-set"])
+
+
+@pytest.mark.usefixtures("prefect")
+def test_a_large_plan_is_split_into_child_runs(extract_config: MakeConfig) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.extract import extract_hidden_states
+
+    config = extract_config(shards_per_child=3, codec="fp8")
+    planned = len(plan_dataset(config).plan.shards)
+    assert planned > 3
+    state = extract_hidden_states(config, return_state=True)
+    assert state.is_completed(), state.message
+    with get_client(sync_client=True) as client:
+        names = {run.name for run in client.read_flow_runs()}
+    assert {"shards-00000-00002", f"shards-{planned - planned % 3:05d}-{planned - 1:05d}"} <= names
 
 
 @pytest.mark.usefixtures("prefect")

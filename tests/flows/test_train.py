@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dflash_core.configuration import UserError
 from dflash_core.export import load_exported
 from flows.config import ExtractConfig, TrainConfig, dump_config
-from flows.extract_steps import plan_dataset
+from flows.extract_plan import plan_dataset
 from flows.train_steps import open_training_data, output_folder, read_metrics
 from storage.dataset import Dataset
 from tests.tiny import write_tiny_target
