@@ -194,7 +194,8 @@ def context_keys_values(
     for i, layer in enumerate(layers):
         normed = rms_norm(kv_CLGF[:, 2 * i], layer.k_norm, shape.eps)
         keys.append(rotate(normed, cos_CF, sin_CF).to(dtype))
-        values.append(kv_CLGF[:, 2 * i + 1])
+        # A copy: gradients of views of one tensor would be added up layer by layer, outside of the graph.
+        values.append(kv_CLGF[:, 2 * i + 1].clone())
     return Context(tuple(keys), tuple(values))
 
 

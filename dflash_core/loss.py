@@ -192,9 +192,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, scale_N, rank_P = ctx.saved_tensors
+        pull_N = grads[0] * scale_N
+        if grad_ND.is_cuda:
+            from dflash_core.loss_kernel import gather_scaled
+
+            return gather_scaled(grad_ND, pull_N, rank_P), None, None, None, None
         known_P = rank_P.clamp(min=0)
-        scale_P = torch.where(rank_P >= 0, (grads[0] * scale_N)[known_P], 0.0)
-        return (grad_ND[known_P] * scale_P[:, None]).to(grad_ND.dtype), None, None, None, None
+        pull_P = torch.where(rank_P >= 0, pull_N[known_P], 0.0)
+        return (grad_ND[known_P] * pull_P[:, None]).to(grad_ND.dtype), None, None, None, None
 
 
 def _score_plainly(

@@ -60,7 +60,7 @@ def _exponentiate(
 
 
 def cross_entropy_in_place(
-    logits_nV: Tensor, label_n: Tensor, write: bool, *, block: int = 8192, warps: int = 16
+    logits_nV: Tensor, label_n: Tensor, write: bool, *, block: int = 4096, warps: int = 16
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cross entropy, correctness and gradient scale, float32 [n]; with `write` logits become the
     gradient / scale.
@@ -86,6 +86,30 @@ def cross_entropy_in_place(
     if write:
         logits_nV.scatter_(1, label_n[:, None], (1.0 - sum_n).to(logits_nV.dtype)[:, None])
     return sum_n.log(), (beaten_n == 0).float(), sum_n.reciprocal()
+
+
+@triton.jit
+def _gather_scaled(rows_ptr, rank_ptr, scale_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    rank = tl.load(rank_ptr + row)
+    known = rank >= 0
+    scale = tl.load(scale_ptr + rank, mask=known, other=0.0)
+    for start in range(0, D, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < D
+        x = tl.load(rows_ptr + rank * D + column, mask=inside & known, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * D + column, (x * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gather_scaled(rows_ND: Tensor, scale_N: Tensor, rank_P: Tensor) -> Tensor:
+    """Return [P, D]: row p is rows[rank[p]] * scale[rank[p]], zero where the rank is -1. `rows_ND` is
+    contiguous.
+    """
+    out_PD = rows_ND.new_empty((rank_P.shape[0], rows_ND.shape[1]))
+    width = rows_ND.shape[1]
+    block = min(2048, triton.next_power_of_2(width))
+    _gather_scaled[(rank_P.shape[0],)](rows_ND, rank_P, scale_N, out_PD, D=width, BLOCK=block, num_warps=4)
+    return out_PD
 
 
 @triton.jit
