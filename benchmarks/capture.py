@@ -208,8 +208,11 @@ class Bench:
             vocab_size=text.vocab_size,
             rope_theta=float(text.rope_parameters["rope_theta"]),
         )
-        config = TargetConfig(path="random", batching=batching, compile_layers=compiled, batch_tokens=budget)
-        target = Target(self.body, None, config, spec, CaptureSpec(tap_layer_ids=self.taps))
+        config = TargetConfig(
+            path="random", batching=batching, compile_layers=compiled, batch_tokens=budget, dtype=dtype
+        )
+        capture_spec = CaptureSpec(tap_layer_ids=self.taps, weights_dtype=dtype)
+        target = Target(self.body, None, config, spec, capture_spec)
         self.recorder = target.recorder
         return target
 

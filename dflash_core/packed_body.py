@@ -289,12 +289,12 @@ def _experts(module: Any) -> Callable[[Tensor], Tensor]:
 def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear layer that computes several of the same input; the old ones become views of its weight."""
     merged = nn.Linear(1, 1, bias=False)
-    merged.weight = nn.Parameter(torch.cat([part.weight.data for part in linears]), requires_grad=False)
+    merged.weight = nn.Parameter(_joined([part.weight.data for part in linears]), requires_grad=False)
     biases: list[Any] = [part.bias for part in linears]
     if any(bias is not None for bias in biases):
         if any(bias is None for bias in biases):
             raise NotPackable("projections with and without bias beside each other")
-        merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        merged.bias = nn.Parameter(_joined([bias.data for bias in biases]), requires_grad=False)
     merged.in_features, merged.out_features = linears[0].in_features, len(merged.weight)
     start = 0
     for part in linears:
@@ -304,6 +304,17 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
             part.bias.data = merged.bias.data[start:stop]
         start = stop
     return merged
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The tensors one below the other; without a copy where they lie so in memory already (merged before)."""
+    first, following = parts[0], parts[0].data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and part.is_contiguous() and part.data_ptr() == following):
+            return torch.cat(list(parts))
+        following += part.numel() * part.element_size()
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
 def documents_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float) -> Tensor:
