@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 900.0
 """How long to wait for another run on this machine that is restoring the same cache."""
+
+LEFTOVER_AFTER_S = 24 * 3600.0
+"""Unfinished folders that are older than this belong to nobody."""
 
 
 class CompileCacheConfig(Config):
@@ -144,6 +148,7 @@ class CompileSession:
         """Take the folder and fill it. `open` calls it."""
         began = time.monotonic()
         _private_folder(self.folder.parent)
+        _sweep(self.folder.parent)
         alone = self._take_lock()
         sealed = self._sealed()
         try:
@@ -353,3 +358,10 @@ def _private_folder(folder: Path) -> None:
             f"{folder} belongs to another user or can be written by others, and kernels there are executed: "
             "set local_root of the compile cache to a folder of your own (mode 0700)"
         )
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed processes left while they packed or unpacked."""
+    for path in root.glob(".*"):
+        if path.is_dir() and time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -244,6 +245,17 @@ def test_a_wish_and_a_pin(store: Store, ours: Fingerprint) -> None:
     assert [version.pins for version in list_versions(store)[0]] == [(), ("run-7",)]
     with pytest.raises(UserError, match="no version is called"):
         started(store, ours, version="feed/beef")
+
+
+def test_leftovers_of_killed_processes_go_in_time(store: Store, ours: Fingerprint) -> None:
+    run_once(store, ours)
+    root = Path(ours.local_root)
+    for name in (".unpack-old", ".unpack-new"):
+        (root / name).mkdir()
+        (root / name / "kernel.so").write_bytes(b"half")
+    os.utime(root / ".unpack-old", (1, 1))
+    run_once(store, ours)
+    assert [path.name for path in root.glob(".*")] == [".unpack-new"]
 
 
 def test_local_root_must_be_private(store: Store, tmp_path: Path) -> None:
