@@ -1,0 +1,161 @@
+"""Tables and plots of the quality run: means over seeds with their spread, from the result files."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from quality_prompts import TRAINED, UNSEEN
+from quality_runs import BASE
+
+Results = list[dict[str, Any]]
+
+
+def write_report(folder: Path) -> str:
+    """Write quality.json, tables.md and the plots; returns the tables."""
+    results = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
+    if not results:
+        return "no results yet"
+    for result in results:
+        families = result["simulated"]
+        result["trained_families"] = _together(families, TRAINED)
+        result["unseen_families"] = _together(families, UNSEEN)
+    by_name: dict[tuple[str, str], Results] = defaultdict(list)
+    for result in results:
+        by_name[result["group"], result["name"]].append(result)
+    text = "\n\n".join([_codec_table(by_name), _family_table(by_name), _ablation_table(by_name)])
+    (folder / "tables.md").write_text(text + "\n")
+    (folder / "quality.json").write_text(json.dumps(results, indent=1))
+    _plots(by_name, folder)
+    return text
+
+
+def _together(families: dict[str, Any], names: Any) -> float:
+    """Acceptance length over all blocks of some families."""
+    chosen = [families[name] for name in names if name in families]
+    blocks = sum(family["blocks"] for family in chosen)
+    return sum(family["tokens"] for family in chosen) / blocks if blocks else float("nan")
+
+
+def _spread(values: list[float], digits: int = 2) -> str:
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [" | ".join(header), " | ".join(["---"] * len(header)), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
+    runs = [(name, found) for (group, name), found in by_name.items() if group == "codec"]
+    runs.sort(key=lambda item: -item[1][0]["costs"]["bits_per_value"])
+    rows = [
+        [
+            name,
+            f"{found[0]['costs']['bits_per_value']:.2f}",
+            f"{found[0]['costs']['bytes_per_token']:.0f}",
+            f"{statistics.fmean(found[0]['costs']['relative_error']):.1%}",
+            str(len(found)),
+            _spread([r["trained_families"] for r in found]),
+            _spread([r["unseen_families"] for r in found]),
+        ]
+        for name, found in runs
+    ]
+    header = [
+        "codec",
+        "bits a value",
+        "bytes a token",
+        "error",
+        "seeds",
+        "trained families",
+        "unseen families",
+    ]
+    return "Acceptance length on held-out chats, by codec of the training data.\n\n" + _table(header, rows)
+
+
+def _family_table(by_name: dict[tuple[str, str], Results]) -> str:
+    found = by_name.get(BASE) or next(iter(by_name.values()))
+    rows = []
+    for family in (*TRAINED, *UNSEEN):
+        if family not in found[0]["simulated"]:
+            continue
+        simulated = _spread([r["simulated"][family]["acceptance_length"] for r in found])
+        slots = found[0]["simulated"][family]["per_slot"]
+        decoded = next((r["decoded"][family] for r in found if family in r["decoded"]), None)
+        rows.append(
+            [
+                family + ("" if family in TRAINED else " (unseen)"),
+                simulated,
+                " ".join(f"{slots[k - 1]:.2f}" for k in (1, 2, 4, 8) if k <= len(slots)),
+                *(_decoded_cells(decoded) if decoded else ["", "", ""]),
+            ]
+        )
+    header = ["family", "simulated", "slots 1 2 4 8", "decoded", "speed-up", "texts equal + ties"]
+    return f"By family, {found[0]['name']}.\n\n" + _table(header, rows)
+
+
+def _decoded_cells(decoded: dict[str, Any]) -> list[str]:
+    plain = decoded["plain_seconds"] / max(1, decoded["plain_tokens"])
+    drafted = decoded["speculative_seconds"] / max(1, decoded["speculative_tokens"])
+    return [
+        f"{decoded['acceptance_length']:.2f}",
+        f"{plain / drafted:.2f}",
+        f"{decoded['equal_texts']} + {decoded['ties']} of {decoded['prompts']}",
+    ]
+
+
+def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
+    groups = [key for key in by_name if key[0] != "codec"]
+    rows = [
+        [
+            group,
+            name,
+            str(len(found)),
+            f"{found[0]['parameters'] / 1e6:.1f} M",
+            f"{statistics.fmean(r['seconds'] for r in found):.0f}",
+            _spread([r["trained_families"] for r in found]),
+            _spread([r["unseen_families"] for r in found]),
+        ]
+        for group, name in ([BASE] if BASE in by_name else []) + groups
+        for found in [by_name[group, name]]
+    ]
+    header = ["group", "what", "seeds", "parameters", "seconds", "trained families", "unseen families"]
+    return "Ablations; the first line is what each of them changes in one point.\n\n" + _table(header, rows)
+
+
+def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for key, label in (("trained_families", "trained families"), ("unseen_families", "unseen families")):
+        points = sorted(
+            (found[0]["costs"]["bits_per_value"], [r[key] for r in found], name)
+            for (group, name), found in by_name.items()
+            if group == "codec"
+        )
+        bits = [x for x, _, _ in points]
+        means = [statistics.fmean(values) for _, values, _ in points]
+        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values, _ in points]
+        left.errorbar(bits, means, yerr=spread, marker="o", capsize=3, label=label)
+        for x, y, (_, _, name) in zip(bits, means, points, strict=True):
+            left.annotate(name, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
+    left.set_xlabel("bits a value in the shards")
+    left.set_ylabel("tokens a target call, held-out chats")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    for (group, name), found in by_name.items():
+        if group == "codec":
+            curve = found[0]["curve"]
+            right.plot([c["step"] for c in curve], [c["acceptance_length"] for c in curve], label=name, lw=1)
+    right.set_xlabel("optimizer step")
+    right.set_ylabel("teacher-forced acceptance while training")
+    right.grid(alpha=0.3)
+    right.legend(fontsize=7)
+    figure.savefig(folder / "codecs.png", dpi=120)
