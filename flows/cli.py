@@ -75,6 +75,16 @@ def train(
 
 
 @app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs/demo"),
+) -> None:
+    """Run the whole pipeline with a small real chat model on the CPU, in minutes."""
+    from flows.demo import demo as run
+
+    run(output)
+
+
+@app.command()
 def up(
     port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
     host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",

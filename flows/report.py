@@ -15,6 +15,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from flows import console
 from flows.config import TrainConfig
 from flows.extract_steps import Outcome
 from flows.train_steps import TrainingLog
@@ -34,17 +35,23 @@ METRICS_SHOWN = (
     "gradient_norm",
 )
 
+_descriptions: dict[UUID, str] = {}
+"""What the progress artifacts of this process are called."""
+
 
 def start_progress(key: str, description: str) -> UUID:
     """Create a progress artifact at 0 % and return its id."""
     artifact = create_progress_artifact(progress=0.0, key=key, description=description)
     assert isinstance(artifact, UUID)
+    _descriptions[artifact] = description
+    console.tell(description, 0.0)
     return artifact
 
 
 def update_progress(artifact: UUID, fraction: float) -> None:
     """Move a progress artifact."""
     update_progress_artifact(artifact_id=artifact, progress=round(100 * fraction, 1))
+    console.tell(_descriptions[artifact], fraction)
 
 
 def publish_shards(outcome: Outcome) -> None:
