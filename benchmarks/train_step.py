@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import dflash_core.drafter as drafter_room
+import dflash_core.draft_layers as layers_room
 from dflash_core.compile_watch import Watch
 from dflash_core.distributed import World, join_world, leave_world
 from dflash_core.drafter import Drafter, DrafterConfig
@@ -310,8 +310,8 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process: build, first step, and what was asked for."""
     variant = VARIANTS[arguments.variant]
     if "flex" in variant:
-        tuned = partial(drafter_room.flex_attention, kernel_options=variant["flex"])
-        drafter_room.flex_attention = tuned  # type: ignore[assignment]
+        tuned = partial(layers_room.flex_attention, kernel_options=variant["flex"])
+        layers_room.flex_attention = tuned  # type: ignore[assignment]
     setting = SETTINGS[arguments.setting]
     chunks = [int(c) for c in arguments.chunks.split(",")]
     world = join_world()

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash_core.drafter import ContextCache, Drafter, draft_layer, final_norm, rotary_tables
+from dflash_core.draft_layers import draft_layer, final_norm, rotary_tables
+from dflash_core.drafter import ContextCache, Drafter
 from dflash_core.speculative import Generation, TopTwo
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dflash_core.target import TargetConfig
 
 HERE = Path(__file__).parent
-TRAINING_SOURCES = ("drafter.py", "fp8.py", "mask.py", "loss.py", "loss_kernel.py")
+TRAINING_SOURCES = ("drafter.py", "draft_layers.py", "fp8.py", "mask.py", "loss.py", "loss_kernel.py")
 EXTRACTION_SOURCES = ("fused.py", "packed_body.py")
 
 # What is not named here counts, so that a new field can cost a compile but never hide one.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from dflash_core.blocks import build_blocks
-from dflash_core.drafter import ContextCache, repeat_mask_row, rotary_tables, rotate
+from dflash_core.draft_layers import repeat_mask_row, rotary_tables, rotate
+from dflash_core.drafter import ContextCache
 from dflash_core.packing import pack_tokens
 from tests.core.tiny_drafter import tiny_config
 from tests.core.training_rows import make_row, random_samples, taps_of, tiny_trainer
