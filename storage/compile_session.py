@@ -9,21 +9,18 @@ A launcher does:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dflash_core.compile_fingerprint import Fingerprint, GraphSet, environment_here
 from dflash_core.compile_watch import FIXED_VARIABLES, CompileReport, StartState, environment_for_ranks
 from dflash_core.configuration import Config, UserError
-from storage.compile_archive import Manifest, RejectedArtifact, mismatches, package, seal, unseal
+from storage.compile_archive import Manifest, RejectedArtifact, package
 from storage.compile_cache import (
     Current,
     Version,
@@ -35,16 +32,11 @@ from storage.compile_cache import (
     remove_folder,
     restore,
 )
+from storage.compile_folder import CacheFolder
 from storage.compile_retention import pin, prune
 from storage.objects import Store, StoreError
 
 log = logging.getLogger(__name__)
-
-LOCK_WAIT_S = 900.0
-"""How long to wait for another run on this machine that is restoring the same cache."""
-
-LEFTOVER_AFTER_S = 24 * 3600.0
-"""Unfinished folders that are older than this belong to nobody."""
 
 
 class CompileCacheConfig(Config):
@@ -98,7 +90,7 @@ class CompileSession:
         self._store, self._config, self._ranks = store, config, ranks
         self._run_name = run_name
         self._current = Current(etag=None, manifest_name=None)
-        self._lock: TextIO | None = None
+        self._folder = CacheFolder(fingerprint)
         self._store_is_behind = False
         self._settled = False
 
@@ -130,7 +122,11 @@ class CompileSession:
         environment = environment_here({**FIXED_VARIABLES, **(variables or {})})
         fingerprint = Fingerprint(environment=environment, graphs=graphs, local_root=config.root)
         session = cls(store, fingerprint, config, ranks, run_name or f"{socket.gethostname()}-{os.getpid()}")
-        session.prepare()
+        try:
+            session.prepare()
+        except BaseException:
+            session.close()
+            raise
         return session
 
     @property
@@ -147,10 +143,8 @@ class CompileSession:
     def prepare(self) -> None:
         """Take the folder and fill it. `open` calls it."""
         began = time.monotonic()
-        _private_folder(self.folder.parent)
-        _sweep(self.folder.parent)
-        alone = self._take_lock()
-        sealed = self._sealed()
+        alone = self._folder.take()
+        sealed = self._folder.sealed()
         try:
             self._fill(alone, sealed)
         except RejectedArtifact as error:
@@ -162,12 +156,9 @@ class CompileSession:
                 self._use_local(
                     f"the store failed ({error}); the folder on this machine is whole and was used"
                 )
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        assert self._lock is not None
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._folder.share()
         self.restore_seconds = time.monotonic() - began
-        if self._config.pin_as and self.version is not None:
-            pin(self._store, self.version, self._config.pin_as)
+        self._pin()
         for note in self.notes:
             log.info("compile cache %s: %s", self.fingerprint.id[:16], note)
 
@@ -182,16 +173,23 @@ class CompileSession:
             else:
                 self._start_cold(alone, self._why_missing())
             return
-        if sealed is None or sealed.archive_sha256 != version.manifest.archive_sha256:
-            if not alone:
-                self._start_cold(alone, "another run on this machine is using the folder")
-                return
-            restore(self._store, version, self.folder)
-            self._seal(version.manifest)
-            self.notes.append(f"restored version {version.name}")
-        else:
+        if sealed is not None and sealed.archive_sha256 == version.manifest.archive_sha256:
             self.notes.append(f"version {version.name} was still on this machine, every digest checked")
+        elif not alone:
+            self._start_cold(alone, "another run on this machine is using the folder")
+            return
+        else:
+            restore(self._store, version, self.folder)
+            self._folder.seal(version.manifest)
+            self.notes.append(f"restored version {version.name}")
         self.state, self.version = "restored", version
+
+    def _pin(self) -> None:
+        if self._config.pin_as and self.version is not None:
+            try:
+                pin(self._store, self.version, self._config.pin_as)
+            except StoreError as error:
+                self.notes.append(f"not pinned: {error}")
 
     def _why_missing(self) -> str:
         near = nearest(self._store, self.fingerprint)
@@ -209,40 +207,6 @@ class CompileSession:
         self.notes.append(note)
         if alone:
             remove_folder(self.folder)
-
-    # The folder on this machine.
-
-    def _beside(self, suffix: str) -> Path:
-        return self.folder.with_name(self.folder.name + suffix)
-
-    def _take_lock(self) -> bool:
-        """Lock the folder; True when no other run uses it, so that it may be replaced."""
-        self._lock = self._beside(".lock").open("a")
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while time.monotonic() < deadline:
-            # Shared while runs use the folder, exclusive only while one fills it.
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-            time.sleep(0.5)
-        raise UserError(f"another process has been filling {self.folder} for {LOCK_WAIT_S:.0f} s; end it")
-
-    def _sealed(self) -> Manifest | None:
-        """Return the manifest of the folder as it lies, if every byte is still as this machine noted it."""
-        try:
-            manifest = unseal(self._beside(".json").read_bytes(), None)
-        except (FileNotFoundError, RejectedArtifact):
-            return None
-        fits = manifest.fingerprint.id == self.fingerprint.id
-        return manifest if fits and not mismatches(self.folder, manifest.members) else None
-
-    def _seal(self, manifest: Manifest) -> None:
-        written = self._beside(f".json.{os.getpid()}")
-        written.write_bytes(seal(manifest, None))
-        written.replace(self._beside(".json"))
 
     # The ranks' reports.
 
@@ -267,8 +231,8 @@ class CompileSession:
     def publish_if_new(self) -> Version | None:
         """Publish the folder if a rank compiled something that can be stored, or if the store has nothing.
 
-        A store that fails does not end a training run: the failure is noted, and the folder stays sealed on
-        this machine for the next start.
+        A failure, of the store or of the disk, does not end a training run: it is noted, and the folder stays
+        sealed on this machine for the next start.
         """
         wrote = any(report.compiled and report.new_files for report in self.reports.values())
         if not wrote and not (self._store_is_behind and self.state == "local"):
@@ -276,7 +240,7 @@ class CompileSession:
         began = time.monotonic()
         try:
             published = self._publish()
-        except StoreError as error:
+        except (UserError, OSError) as error:
             self.notes.append(f"not published: {error}")
             log.warning("compile cache not published: %s", error)
             return None
@@ -286,29 +250,32 @@ class CompileSession:
             return None
         self.version = published
         self.notes.append(f"published version {published.name}")
+        self._pin()
+        self._prune(published)
         return published
 
     def _publish(self) -> Version | None:
-        config = self._config
         cold_seconds = self.first_step_seconds if self.state == "cold" else None
         if cold_seconds is None and self.version is not None:
             cold_seconds = self.version.manifest.cold_seconds
         with package(
             self.folder, self.fingerprint, created_by=self._run_name, cold_seconds=cold_seconds
         ) as packed:
-            self._seal(packed.manifest)
-            published = publish(self._store, packed, replacing=self._current, key=config.signing_key)
-        if published is None:
-            return None
-        if config.pin_as:
-            pin(self._store, published, config.pin_as)
-        prune(
-            self._store,
-            within=published.folder.rsplit("/", 2)[0],
-            versions=config.keep_versions,
-            fingerprints=config.keep_fingerprints,
-        )
-        return published
+            self._folder.seal(packed.manifest)
+            return publish(self._store, packed, replacing=self._current, key=self._config.signing_key)
+
+    def _prune(self, published: Version) -> None:
+        family = published.folder.rsplit("/", 2)[0]
+        config = self._config
+        try:
+            prune(
+                self._store,
+                within=family,
+                versions=config.keep_versions,
+                fingerprints=config.keep_fingerprints,
+            )
+        except StoreError as error:
+            self.notes.append(f"not pruned: {error}")
 
     @property
     def first_step_seconds(self) -> float | None:
@@ -338,30 +305,10 @@ class CompileSession:
 
     def close(self) -> None:
         """Let the folder go. Its content stays for the next start."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._folder.release()
 
     def __enter__(self) -> CompileSession:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _private_folder(folder: Path) -> None:
-    """Make the root of all caches, or refuse one that others may write to: what lies there is executed."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise UserError(
-            f"{folder} belongs to another user or can be written by others, and kernels there are executed: "
-            "set local_root of the compile cache to a folder of your own (mode 0700)"
-        )
-
-
-def _sweep(root: Path) -> None:
-    """Remove what killed processes left while they packed or unpacked."""
-    for path in root.glob(".*"):
-        if path.is_dir() and time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
-            shutil.rmtree(path, ignore_errors=True)

@@ -247,6 +247,28 @@ def test_a_wish_and_a_pin(store: Store, ours: Fingerprint) -> None:
         started(store, ours, version="feed/beef")
 
 
+def test_what_cannot_be_packed_stops_no_run(store: Store, ours: Fingerprint) -> None:
+    with started(store, ours) as session:
+        session.on_message(report(session, compiled=True))
+        assert session.notes[-1] == f"not published: {ours.cache_dir} holds no compiled files to pack"
+    with started(store, ours) as session:
+        write_cache(session.folder)
+        (session.folder / "link.so").symlink_to("/bin/sh")
+        session.on_message(report(session, compiled=True))
+        assert "not a regular file" in session.notes[-1]
+    assert list_versions(store) == ([], {})
+
+
+def test_each_publication_prunes(store: Store, ours: Fingerprint) -> None:
+    run_once(store, ours)
+    for number in range(4):
+        with started(store, ours, keep_versions=2) as session:
+            (session.folder / f"new{number}.cubin").write_bytes(b"newer")
+            session.on_message(report(session, compiled=True))
+    versions, rejected = list_versions(store)
+    assert len(versions) == 2 and versions[0].current and not rejected
+
+
 def test_leftovers_of_killed_processes_go_in_time(store: Store, ours: Fingerprint) -> None:
     run_once(store, ours)
     root = Path(ours.local_root)

@@ -1,0 +1,97 @@
+"""The folder of a compile cache on this machine: who may use it, and whether it is what was put there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TextIO
+
+from dflash_core.compile_fingerprint import Fingerprint
+from dflash_core.configuration import UserError
+from storage.compile_archive import Manifest, RejectedArtifact, mismatches, seal, unseal
+
+LOCK_WAIT_S = 900.0
+"""How long to wait for another run on this machine that is filling the same folder."""
+LEFTOVER_AFTER_S = 24 * 3600.0
+"""Unfinished folders that are older than this belong to nobody."""
+
+
+class CacheFolder:
+    """One fingerprint's folder. Runs share it; only a run that is alone may replace what is in it."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.path = fingerprint.cache_dir
+        self._fingerprint = fingerprint
+        self._lock: TextIO | None = None
+
+    def take(self) -> bool:
+        """Lock the folder; True when no other run uses it, so that it may be replaced.
+
+        Raises UserError when others may write to the folder above it, or another process fills it for ever.
+        """
+        _private_folder(self.path.parent)
+        _sweep(self.path.parent)
+        self._lock = self._beside(".lock").open("a")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while time.monotonic() < deadline:
+            # Shared while runs use the folder, exclusive only while one fills it.
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+            time.sleep(0.5)
+        raise UserError(f"another process has been filling {self.path} for {LOCK_WAIT_S:.0f} s; end it")
+
+    def share(self) -> None:
+        """Make the folder if it is missing, and let other runs join."""
+        assert self._lock is not None, "take it first"
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Use the folder no longer."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def seal(self, manifest: Manifest) -> None:
+        """Note what the folder holds, beside it."""
+        written = self._beside(f".json.{os.getpid()}")
+        written.write_bytes(seal(manifest, None))
+        written.replace(self._beside(".json"))
+
+    def sealed(self) -> Manifest | None:
+        """Return what was noted, if every byte of the folder is still like that."""
+        try:
+            manifest = unseal(self._beside(".json").read_bytes(), None)
+        except (FileNotFoundError, RejectedArtifact):
+            return None
+        fits = manifest.fingerprint.id == self._fingerprint.id
+        return manifest if fits and not mismatches(self.path, manifest.members) else None
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+
+def _private_folder(folder: Path) -> None:
+    """Make the root of all caches, or refuse one that others may write to: what lies there is executed."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UserError(
+            f"{folder} belongs to another user or can be written by others, and kernels there are executed: "
+            "set local_root of the compile cache to a folder of your own (mode 0700)"
+        )
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed processes left while they packed or unpacked."""
+    for path in root.glob(".*"):
+        if path.is_dir() and time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
