@@ -17,7 +17,7 @@ from tqdm import tqdm
 from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset, total_error
 from storage.dataset_spec import SPEC_KEY
 from storage.objects import ObjectInfo, ObjectNotFound, Store, open_store
-from storage.verify import Depth, ShardFinding, orphans, verify_dataset
+from storage.verify import Depth, ShardFinding, damaged_inputs, orphans, restore_scales, verify_dataset
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,12 +82,17 @@ def verify(
     """Check every shard against its commit record. Exit code 1 when any is missing or corrupt."""
     dataset = open_dataset(uri)
     findings = _verify(dataset, look.value, threads, quiet=as_json)
+    inputs = damaged_inputs(dataset, threads)
     unread = orphans(dataset) if all(f.state != "corrupt" for f in findings) else []
     unfinished = list(dataset.store.abort_unfinished("", dry_run=True))
     bad = [finding for finding in findings if finding.state != "good"]
     if as_json:
-        print(json.dumps(_verdict(dataset, findings, unread, unfinished), indent=1))
+        print(json.dumps(_verdict(dataset, findings, inputs, unread, unfinished), indent=1))
     else:
+        for key in inputs:
+            typer.echo(
+                f"{key} is gone or damaged: the input of shards still to be written, and of verification"
+            )
         for finding in bad:
             typer.echo(f"shard {finding.shard} {finding.state}: {finding.problem}")
         good = sum(finding.state == "good" for finding in findings)
@@ -98,7 +103,7 @@ def verify(
                 f"left by workers that were killed, never read: {len(unread)} objects, {len(unfinished)} "
                 f"unfinished uploads; `dflash shards repair {dataset.uri}` removes those older than a day"
             )
-    if bad:
+    if bad or inputs:
         raise typer.Exit(1)
 
 
@@ -115,6 +120,10 @@ def repair(
 ) -> None:
     """Forget corrupt shards, so that the next extraction writes just them; remove old leftovers."""
     dataset = open_dataset(uri)
+    if not dry_run and restore_scales(dataset):
+        typer.echo("put the scales back from a shard's footer", err=True)
+        dataset = open_dataset(uri)
+    inputs = damaged_inputs(dataset, threads)
     findings = _verify(dataset, look.value, threads, quiet=as_json)
     corrupt = sorted(finding.shard for finding in findings if finding.state == "corrupt")
     missing = sorted(finding.shard for finding in findings if finding.state == "missing")
@@ -122,24 +131,30 @@ def repair(
         for shard in corrupt:
             dataset.drop(shard)
     removed = [] if dry_run and corrupt else _remove_leftovers(dataset, leftovers * 3600, dry_run)
+    if inputs and not dry_run:
+        dataset.drop_plan(inputs)
     waiting = sorted(corrupt + missing)
-    command = f"dflash extract --config FILE   # as before; writes just shards {_ranges(waiting)}"
+    what = ", ".join(([f"shards {_ranges(waiting)}"] if waiting else []) + inputs)
+    command = f"dflash extract --config FILE   # as before; writes just {what}"
     if as_json:
         result = {
             "uri": dataset.uri,
             "dropped": corrupt,
             "missing": missing,
+            "inputs": inputs,
             "removed": removed,
             "dry_run": dry_run,
         }
-        print(json.dumps(result | {"next": command if waiting else None}, indent=1))
+        print(json.dumps(result | {"next": command if waiting or inputs else None}, indent=1))
         return
     for finding in findings:
         if finding.state == "corrupt":
             typer.echo(f"{'would drop' if dry_run else 'dropped'} shard {finding.shard}: {finding.problem}")
     for key in removed:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {key}")
-    typer.echo(f"next: {command}" if waiting else "every shard is good: nothing to extract")
+    for key in inputs:
+        typer.echo(f"{'would drop' if dry_run else 'dropped'} {key}: gone or damaged")
+    typer.echo(f"next: {command}" if waiting or inputs else "every shard is good: nothing to extract")
 
 
 def _verify(dataset: Dataset, depth: Depth, threads: int, quiet: bool) -> list[ShardFinding]:
@@ -156,7 +171,11 @@ def _verify(dataset: Dataset, depth: Depth, threads: int, quiet: bool) -> list[S
 
 
 def _verdict(
-    dataset: Dataset, findings: list[ShardFinding], unread: list[ObjectInfo], unfinished: list[str]
+    dataset: Dataset,
+    findings: list[ShardFinding],
+    inputs: list[str],
+    unread: list[ObjectInfo],
+    unfinished: list[str],
 ) -> dict[str, Any]:
     states = Counter(finding.state for finding in findings)
     return {
@@ -165,6 +184,7 @@ def _verdict(
         "good": states["good"],
         "missing": [finding.shard for finding in findings if finding.state == "missing"],
         "corrupt": {f.shard: f.problem for f in findings if f.state == "corrupt"},
+        "inputs": inputs,
         "bytes": sum(finding.bytes for finding in findings),
         "orphans": [info.key for info in unread],
         "unfinished_uploads": unfinished,

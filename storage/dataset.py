@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -215,19 +215,18 @@ class Dataset:
     def commit(self, record: ShardRecord, *, replace: bool = False) -> None:
         """Make a shard exist. Its object must be in the store already.
 
-        `replace` breaks the seal, puts the record in the place of the present one, then removes the old
-        object. Raises ShardAlreadyCommitted when somebody was first: the caller's object is removed, unless
-        it is the very one that counts.
+        `replace` breaks the seal, puts the record in the place of the present one, then removes the shard's
+        other objects. Raises ShardAlreadyCommitted when somebody was first: the caller's object is removed,
+        unless it is the very one that counts.
         """
         self._check_record(record, record.shard)
         key, data = record_key(record.shard), record_bytes(record)
         try:
             if replace and self._exists(key):
-                etag, old = self.store.head(key).etag, self.record(record.shard)
+                etag = self.store.head(key).etag
                 self.unseal()
                 self.store.replace(key, data, etag)
-                if old.object != record.object:
-                    self.store.delete(old.object)
+                self._delete_objects(record.shard, but=record.object)
             else:
                 self.store.put_bytes(key, data)
         except ObjectExists:
@@ -241,8 +240,14 @@ class Dataset:
         """Forget a shard (repair): break the seal, remove its record, then every object that it may have."""
         self.unseal()
         self.store.delete(record_key(shard))
-        for info in list(self.store.list(f"{SHARDS}{shard:05d}-")):
-            self.store.delete(info.key)
+        self._delete_objects(shard)
+
+    def drop_plan(self, damaged: Sequence[str]) -> None:
+        """Forget the plan and damaged objects that it names; the same creation writes just these again."""
+        self.unseal()
+        self.store.delete(PLAN_KEY)
+        for key in damaged:
+            self.store.delete(key)
 
     # The seal.
 
@@ -327,7 +332,12 @@ class Dataset:
             ),
         )
 
-    # Small checks.
+    # Small things.
+
+    def _delete_objects(self, shard: int, but: str = "") -> None:
+        for info in list(self.store.list(f"{SHARDS}{shard:05d}-")):
+            if info.key != but:
+                self.store.delete(info.key)
 
     @cached_property
     def _plan_sha256(self) -> str:
@@ -362,8 +372,8 @@ class Dataset:
     def _check_digest(self, data: bytes, wanted: str, key: str) -> None:
         if hashlib.sha256(data).hexdigest() != wanted:
             raise DatasetError(
-                f"{self.uri}/{key} is damaged (its sha256 is not the planned one): remove it and {PLAN_KEY}, "
-                "and run the extraction again on the same chats; the shards stay"
+                f"{self.uri}/{key} is damaged (its sha256 is not the planned one): `dflash shards repair "
+                f"{self.uri}` drops it, and the extraction, run again with the same configuration, writes it"
             )
 
     def _exists(self, key: str) -> bool:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from pydantic import ValidationError
 
 from storage.codec import Codec, CodecError, parse_codec
 from storage.dataset import Dataset, DatasetError, ShardCorrupt
-from storage.dataset_spec import SHARDS
-from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated
-from storage.shard_format import RowGroupRecord, ShardRecord, check_chunk, mend, read_cells, read_head
+from storage.dataset_spec import INDEX_KEY, RECORDS, SCALES_FILE, SHARDS, samples_key
+from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated, StoreError
+from storage.shard_format import (
+    SCALES_KEY,
+    RowGroupRecord,
+    ShardRecord,
+    check_chunk,
+    mend,
+    read_cells,
+    read_head,
+)
 
 Depth = Literal["sizes", "bytes", "cells"]
 """How far to look: object sizes; every byte by its digest; every cell decoded, every token compared."""
@@ -40,8 +53,10 @@ def verify_dataset(
 ) -> Iterator[ShardFinding]:
     """Check shards (default: all) in parallel and yield findings as they come, in no promised order.
 
-    Memory: one row group and 16 MiB a thread. Raises DatasetError when plan or seal are not this data set's.
+    Memory: one row group and 16 MiB a thread. Raises DatasetError when plan or seal are not this data set's,
+    and when the scales are damaged (which would make every shard look corrupt).
     """
+    check_scales(dataset)
     if dataset.sealed:
         dataset.manifest()
     waiting = list(range(len(dataset.plan.shards)) if shards is None else shards)[::-1]
@@ -80,6 +95,59 @@ def orphans(dataset: Dataset) -> list[ObjectInfo]:
     """
     named = {record.object for record in dataset.records().values()}
     return [info for info in dataset.store.list(SHARDS) if info.key not in named]
+
+
+def damaged_inputs(dataset: Dataset, threads: int = 4) -> list[str]:
+    """Keys of the index and of shards' samples that are gone or not as planned."""
+    wanted = {samples_key(planned.shard): planned.samples_sha256 for planned in dataset.plan.shards}
+    wanted[INDEX_KEY] = dataset.plan.index_sha256
+
+    def good(key: str) -> bool:
+        try:
+            return hashlib.sha256(dataset.store.get(key)).hexdigest() == wanted[key]
+        except ObjectNotFound:
+            return False
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [key for key, is_good in zip(wanted, pool.map(good, wanted), strict=True) if not is_good]
+
+
+def check_scales(dataset: Dataset) -> None:
+    """Raise DatasetError when the scales are not those that the shards were written with."""
+    wanted = _committed_scales(dataset)
+    if wanted is not None and dataset.scales_sha256 != wanted:
+        raise DatasetError(
+            f"{dataset.uri}/{SCALES_FILE} is gone or damaged; every shard carries a copy: "
+            f"`dflash shards repair {dataset.uri}` puts it back"
+        )
+
+
+def restore_scales(dataset: Dataset) -> bool:
+    """Put damaged scales back from a shard's footer. Raises DatasetError when no copy is good."""
+    wanted = _committed_scales(dataset)
+    if wanted is None or dataset.scales_sha256 == wanted:
+        return False
+    for info in dataset.store.list(SHARDS):
+        with (
+            suppress(pa.ArrowException, OSError, StoreError, ValueError),
+            dataset.store.open(info.key) as file,
+        ):
+            metadata = pq.ParquetFile(file).metadata.metadata
+            copy = base64.b64decode(metadata[SCALES_KEY.encode()])
+            if hashlib.sha256(copy).hexdigest() == wanted:
+                dataset.store.put_bytes(SCALES_FILE, copy, overwrite=True)
+                return True
+    raise DatasetError(f"no shard of {dataset.uri} holds a good copy of the scales")
+
+
+def _committed_scales(dataset: Dataset) -> str | None:
+    """Digest of the scales that the shards were written with; None without shards or scales."""
+    for info in dataset.store.list(RECORDS):
+        with suppress(ValidationError):
+            record = ShardRecord.model_validate_json(dataset.store.get(info.key))
+            if record.fingerprint == dataset.fingerprint:
+                return record.scales_sha256
+    return None
 
 
 def _check_size(dataset: Dataset, record: ShardRecord) -> None:

@@ -107,6 +107,34 @@ def test_damage_is_found_and_mended(dataset: Dataset) -> None:
         assert contents(store) == good
 
 
+def test_scales_are_put_back(dataset: Dataset) -> None:
+    """Damaged scales make no shard corrupt: each carries a copy."""
+    good = contents(dataset.store)
+    for damage in (
+        lambda: flip(dataset, "scales.safetensors", -3),
+        lambda: dataset.store.delete("scales.safetensors"),
+    ):
+        damage()
+        with pytest.raises(UserError, match="every shard carries a copy"):
+            call("verify", dataset.uri)
+        assert call_json("repair", dataset.uri)["dropped"] == []
+        assert contents(dataset.store) == good
+
+
+def test_damaged_inputs_are_written_again(dataset: Dataset) -> None:
+    good = contents(dataset.store)
+    flip(dataset, "samples/00001.parquet", 50)
+    dataset.store.delete("index.parquet")
+    damaged = ["samples/00001.parquet", "index.parquet"]
+    assert call_json("verify", dataset.uri, code=1)["inputs"] == damaged
+    assert call_json("repair", dataset.uri)["inputs"] == damaged
+    root = dataset.uri.rpartition("/")[0]
+    again = made_dataset(root, made_spec(), made_samples(15))
+    assert again.missing() == []
+    again.seal()
+    assert contents(dataset.store) == good
+
+
 def test_leftovers_are_removed_when_old(dataset: Dataset) -> None:
     dataset.store.put_bytes("shards/00000-0123456789abcdef.parquet", b"left by a worker that lost")
     assert call_json("verify", dataset.uri)["orphans"] == ["shards/00000-0123456789abcdef.parquet"]
