@@ -37,6 +37,8 @@ CODECS = (
 )
 BASE = ("codec", "tolerance=0.1")
 """(group, name) of the experiment that every ablation changes in one point."""
+DECODED = {("codec", "lossless"), BASE}
+"""(group, name) of the experiments whose first seed also decodes for real."""
 BASE_TRAINING: dict[str, Any] = {
     "row_tokens": 8192,
     "anchors_per_row": 1024,
@@ -255,6 +257,7 @@ def simulated(bench: Bench, drafter: Drafter, taps: Sequence[int] | None) -> dic
             torch.from_numpy(sample.loss_mask_T).to(bench.device),
             bench.embedding_VD,
             bench.head_VD,
+            anchors_per_forward=256,
         )
         family = bench.chats.family[sample.sample_id]
         found[family] = found[family] + stats if family in found else stats

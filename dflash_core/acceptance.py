@@ -211,12 +211,22 @@ def teacher_forced_acceptance(
     loss_mask_T: torch.Tensor,
     embedding_VD: torch.Tensor,
     head_VD: torch.Tensor,
+    *,
+    anchors_per_forward: int = 64,
 ) -> AcceptanceStats:
     """Acceptance on one stored sample whose responses the target wrote greedily; no target is run.
 
     Equals what real speculative decoding would accept, as far as the stored taps equal those of decoding.
     """
-    matches_T = leading_matches(drafter, taps_TE, token_ids_T, loss_mask_T, embedding_VD, head_VD)
+    matches_T = leading_matches(
+        drafter,
+        taps_TE,
+        token_ids_T,
+        loss_mask_T,
+        embedding_VD,
+        head_VD,
+        anchors_per_forward=anchors_per_forward,
+    )
     return simulate(matches_T, loss_mask_T.cpu().numpy(), drafter.config.block_size)
 
 
