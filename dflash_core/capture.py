@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_core.packed_body import PackedBody, pack, send
@@ -36,10 +37,10 @@ def batches(samples: Sequence[Sample], token_budget: int) -> Iterator[list[Sampl
 def right_pad(batch: Sequence[Sample], device: torch.device) -> torch.Tensor:
     """Token ids int64 [B, T] on `device`, padded on the right with 0."""
     longest = max(sample.num_tokens for sample in batch)
-    ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
+    ids_BT = np.zeros((len(batch), longest), dtype=np.int64)
     for row, sample in enumerate(batch):
-        ids_BT[row, : sample.num_tokens] = torch.from_numpy(sample.token_ids_T)
-    return send(ids_BT, device)
+        ids_BT[row, : sample.num_tokens] = sample.token_ids_T
+    return send(torch.from_numpy(ids_BT), device)
 
 
 class TapRecorder:

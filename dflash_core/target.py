@@ -131,7 +131,7 @@ class Target:
 
     def reference(self, sample: Sample) -> dict[str, torch.Tensor]:
         """States [T, D] of one sample from a plain uncompiled forward with output_hidden_states."""
-        ids_BT = torch.from_numpy(sample.token_ids_T).to(self.device, torch.int64)[None]
+        ids_BT = torch.tensor(sample.token_ids_T, dtype=torch.int64, device=self.device)[None]
         norm = self.model.norm
         # The last entry of hidden_states would be normed, and tell nothing of the last layer's output.
         self.model.norm = nn.Identity()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from dflash_core.target import (
     Target,
     TargetConfig,
     TargetOutOfMemory,
-    batches,
+    captures,
     check_parity,
     load_target,
 )
@@ -116,7 +115,7 @@ class ShardCapturer:
         return finish
 
     def _capture_into(self, writer: ShardWriter, samples: Sequence[Sample], shard: int) -> int:
-        """Capture in batches of similar length, write in the order of the plan; return the token budget."""
+        """Capture in batches, write in the order of the plan; return the token budget."""
         captured: dict[str, CapturedSample] = {}
         position = budget = 0
         for used, states in self._captures(samples, f"shard {shard}"):
@@ -132,33 +131,23 @@ class ShardCapturer:
         """Yield (token budget, captured batch); where memory runs out the budget is halved for the rest."""
         budget = self.target.config.batch_tokens
         total, tokens = sum(sample.num_tokens for sample in samples), 0
-        queue = deque(batches(samples, budget))
-        while queue:
-            batch = queue.popleft()
-            try:
-                states = self.target.capture(batch)
-            except TargetOutOfMemory:
-                budget = self._smaller_budget(batch, budget, what)
-                rest = batch + [sample for other in queue for sample in other]
-                queue = deque(batches(rest, budget))
-                continue
-            yield budget, states
-            del states  # let go of the batch's outputs before the next forward
-            tokens += sum(sample.num_tokens for sample in batch)
-            self.channel.say("progress", what=what, done=tokens, of=total)
 
-    def _smaller_budget(self, batch: Sequence[Sample], budget: int, what: str) -> int:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(batch) == 1:
+        def smaller(fewer: int) -> None:
+            nonlocal budget
+            log.warning("%s: out of memory with %d tokens a batch; going on with %d", what, budget, fewer)
+            budget = fewer
+
+        try:
+            for states in captures(self.target, samples, on_smaller=smaller):
+                tokens += sum(item.sample.num_tokens for item in states)
+                yield budget, states
+                del states  # let go of the batch's outputs before the next forward
+                self.channel.say("progress", what=what, done=tokens, of=total)
+        except TargetOutOfMemory as error:
             raise UserError(
-                f"out of memory on one sample, {batch[0].sample_id!r} of {batch[0].num_tokens} tokens: "
-                "lower chat.max_length, or give each worker more GPUs (workers.slots)"
-            )
-        used = len(batch) * max(sample.num_tokens for sample in batch)
-        smaller = min(budget, used) // 2
-        log.warning("%s: out of memory with %d tokens a batch; going on with %d", what, used, smaller)
-        return smaller
+                f"out of memory on one sample: {error}; lower chat.max_length, or give each worker more GPUs "
+                "(workers.slots)"
+            ) from error
 
     def _result(self, record: ShardRecord, seconds: float, *, found: bool) -> Result:
         width = self.dataset.spec.target.hidden_size
