@@ -25,8 +25,6 @@ from typing import Any
 from dflash_core.configuration import UserError
 from flows.launch import OnMessage, ignore, python_module, visible_gpus
 
-SHUTDOWN_S = 10
-"""How long ranks may take to end after SIGTERM."""
 TAIL_LINES = 80
 
 
@@ -42,6 +40,7 @@ def run_ranks(
     gpus: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     silence_timeout_s: float | None = None,
+    shutdown_s: int = 10,
     on_message: OnMessage = ignore,
 ) -> None:
     """Run `python -m module arguments` on `ranks` processes of this host and return when all have ended well.
@@ -49,13 +48,14 @@ def run_ranks(
     `gpus` names the devices, one a rank; none means CPU. Each rank sees its GPU as device 0, so that what it
     compiles can be used by all. A rank says things by printing JSON objects with a "kind", one a line; all
     other lines arrive as {"kind": "stderr", "text": ...}. Raises UserError when a rank's error message says
-    so, RanksFailed otherwise. Whatever ends this call, an exception from outside included, ends the ranks.
+    so, RanksFailed otherwise. Whatever ends this call, an exception from outside included, ends the ranks;
+    they have `shutdown_s` after SIGTERM to write what they must not lose.
     """
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
     env = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
     env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(",".join(gpus))) if gpus else ""
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(shutdown_s)
     if not gpus:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
@@ -74,7 +74,7 @@ def run_ranks(
         first_error, tail = _follow(process, silence_timeout_s, on_message)
         code = process.wait()
     finally:
-        _end(process)
+        _end(process, shutdown_s)
     if code != 0:
         _raise(code, first_error, tail)
 
@@ -128,7 +128,7 @@ def _raise(code: int, error: dict[str, Any] | None, tail: list[str]) -> None:
     )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], shutdown_s: int) -> None:
     """End torchrun and its ranks: first by closing its stdin, then by force, descendants included."""
     if process.poll() is not None:
         return
@@ -136,7 +136,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:
-        process.wait(SHUTDOWN_S + 5)
+        process.wait(shutdown_s + 5)
     except subprocess.TimeoutExpired:
         for pid in [*_descendants(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):

@@ -37,6 +37,8 @@ from storage.objects import ObjectNotFound, Store, open_store
 
 log = logging.getLogger(__name__)
 
+CHECKPOINT_S = 120
+"""How long ranks that are told to stop may take for their last checkpoint."""
 DRAFTER_FOLDER = "drafter"
 """Folder of the exported drafter below the run's output."""
 
@@ -132,6 +134,7 @@ def train(
             gpus=gpus,
             environment=session.environment if session is not None else None,
             silence_timeout_s=config.silence_timeout_s,
+            shutdown_s=CHECKPOINT_S,
             on_message=follow,
         )
         result.cache = session.summary() if session is not None else None
