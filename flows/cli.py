@@ -85,6 +85,35 @@ def demo(
 
 
 @app.command()
+def plan(
+    extraction: Annotated[
+        Path, typer.Option("--extract", help="YAML file of the extraction.", metavar="FILE")
+    ],
+    training: Annotated[Path, typer.Option("--train", help="YAML file of the training run.", metavar="FILE")],
+    tokens: Annotated[float, typer.Option(help="Tokens of the data set, e.g. 1e9.")],
+    network_gbit: Annotated[float, typer.Option(help="Between each host and the store.")] = 25.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Work out storage, hours, network rates and the bottleneck of a project before it begins."""
+    import json
+
+    from flows import capacity
+    from flows.config import ExtractConfig, TrainConfig, load_config
+
+    values = capacity.capacity(
+        load_config(ExtractConfig, extraction),
+        load_config(TrainConfig, training),
+        tokens,
+        capacity.Rates(network_gbit=network_gbit),
+    )
+    if as_json:
+        typer.echo(json.dumps(capacity.as_json(values), indent=1))
+        return
+    for name, value in capacity.table(values, tokens):
+        typer.echo(f"{name:>14}  {value}")
+
+
+@app.command()
 def up(
     port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
     host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",

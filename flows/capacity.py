@@ -1,0 +1,189 @@
+"""`dflash plan`: storage, hours, network and the bottleneck of a project, from sizes and measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_core.configuration import Config, UserError
+from dflash_core.drafter import DrafterConfig
+from dflash_core.metrics import row_flops
+from dflash_core.records import CaptureSpec, TargetSpec
+from flows.config import ExtractConfig, TrainConfig
+
+GIGA, HOUR = 1e9, 3600.0
+
+
+class Rates(Config):
+    """What a machine does in a second. Defaults: one NVIDIA H200, measured by this project's benchmarks."""
+
+    peak_tflops: float = 989.0
+    """Dense bf16 products a GPU could do (data sheet)."""
+    capture_share: float = 0.44
+    """Share that capturing reaches: 9,248 tokens/s for Qwen3.6-27B up to layer 61 (23.6e9 weights)."""
+    training_share: float = 0.62
+    """Share that a training step reaches: 0.63 at width 5120 (840 ms for a row of 49152 tokens and 1024
+    blocks of 32), 0.56 at width 4096 (505 ms for one of 12288 tokens and 2048 blocks of 16)."""
+    ratio: float | None = None
+    """Size of bf16 states over size on disk; None: what the codec reached on real text (docs/codec.md)."""
+    network_gbit: float = 25.0
+    """Between the host and the store."""
+
+
+RATIOS = {"lossless": 1.49, "fp8": 2.35}
+TOLERANCE_RATIOS = (
+    (0.01, 2.40),
+    (0.026, 2.91),
+    (0.05, 3.57),
+    (0.1, 4.82),
+    (0.2, 6.76),
+    (0.3, 9.15),
+    (0.5, 13.9),
+)
+"""Measured sizes (benchmarks/codec.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a project needs."""
+
+    bytes_per_token: float
+    stored_bytes: float
+    extraction_hours: float
+    extraction_tokens_per_s: float
+    write_mb_per_s: float
+    """All GPUs together."""
+    training_hours: float
+    training_tokens_per_s: float
+    read_mb_per_s: float
+    """All GPUs together."""
+    checkpoint_bytes: float
+    bottlenecks: tuple[str, ...]
+    """Sentences."""
+
+
+def capacity(extract: ExtractConfig, train: TrainConfig, tokens: float, rates: Rates) -> Capacity:
+    """Work it out for a data set of so many tokens. Reads the target's configuration, not its weights."""
+    from dflash_core.target import describe_target
+
+    target, capture = describe_target(extract.target)
+    drafter = train.drafter.for_target(target, capture)
+    body = body_parameters(extract, capture)
+    return combine(extract, train, target, drafter, body, tokens, rates)
+
+
+def combine(
+    extract: ExtractConfig,
+    train: TrainConfig,
+    target: TargetSpec,
+    drafter: DrafterConfig,
+    body: float,
+    tokens: float,
+    rates: Rates,
+) -> Capacity:
+    """Do the arithmetic. `body` is the number of weights that a token passes on its way to the last tap."""
+    columns = len(drafter.tap_layer_ids) + (extract.target.last_hidden != "no")
+    ratio = rates.ratio or codec_ratio(extract.codec)
+    bytes_per_token = columns * target.hidden_size * 2 / ratio
+    capture_gpus = gpus(extract.workers.slots)
+    capture_rate = capture_gpus * rates.capture_share * rates.peak_tflops * 1e12 / (2 * body)
+    ranks = max(1, len(train.gpus))
+    training = train.training
+    flops = row_flops(drafter, training.row_tokens, training.anchors_per_row * drafter.block_size)
+    row_seconds = flops / (rates.training_share * rates.peak_tflops * 1e12)
+    train_rate = ranks * training.row_tokens / row_seconds
+    write, read = capture_rate * bytes_per_token, train_rate * bytes_per_token
+    stored = tokens * bytes_per_token
+    return Capacity(
+        bytes_per_token=bytes_per_token,
+        stored_bytes=stored,
+        extraction_hours=tokens / capture_rate / HOUR,
+        extraction_tokens_per_s=capture_rate,
+        write_mb_per_s=write / 1e6,
+        training_hours=training.epochs * tokens / train_rate / HOUR,
+        training_tokens_per_s=train_rate,
+        read_mb_per_s=read / 1e6,
+        checkpoint_bytes=12.0 * drafter_parameters(drafter),
+        bottlenecks=bottlenecks(write, read, rates.network_gbit * GIGA / 8),
+    )
+
+
+def codec_ratio(codec: str) -> float:
+    """Return how much smaller than bf16 a codec was on real text, interpolated between tolerances."""
+    if codec in RATIOS:
+        return RATIOS[codec]
+    tolerance = float(codec.partition("=")[2])
+    below = [pair for pair in TOLERANCE_RATIOS if pair[0] <= tolerance] or [TOLERANCE_RATIOS[0]]
+    above = [pair for pair in TOLERANCE_RATIOS if pair[0] >= tolerance] or [TOLERANCE_RATIOS[-1]]
+    (low, low_ratio), (high, high_ratio) = below[-1], above[0]
+    if high == low:
+        return low_ratio
+    return low_ratio + (high_ratio - low_ratio) * (tolerance - low) / (high - low)
+
+
+def gpus(slots: tuple[str, ...]) -> int:
+    """Return the number of workers, each a GPU or a group that works as one."""
+    if not slots:
+        raise UserError("name the GPUs: workers.slots is empty in the extraction's configuration")
+    return len(slots)
+
+
+def body_parameters(extract: ExtractConfig, capture: CaptureSpec) -> float:
+    """Count the weights that a token meets up to the last tap; of experts, those that are chosen."""
+    import torch
+    from transformers import AutoModel
+
+    from dflash_core.target_identity import load_text_config
+
+    _, text = load_text_config(extract.target.path, extract.target.revision)
+    layers = text.num_hidden_layers if capture.last_hidden != "no" else max(capture.tap_layer_ids) + 1
+    with torch.device("meta"):
+        model = AutoModel.from_config(text)
+    experts = getattr(text, "num_experts", None) or 1
+    chosen = (getattr(text, "num_experts_per_tok", None) or 1) / experts
+    total = 0.0
+    for layer in model.layers[:layers]:
+        for name, parameter in layer.named_parameters():
+            is_expert = ".experts." in f".{name}." and parameter.ndim >= 2
+            total += parameter.numel() * (chosen if is_expert else 1.0)
+    return total
+
+
+def drafter_parameters(drafter: DrafterConfig) -> float:
+    """Count the weights of a drafter's products (norms left out)."""
+    width, head = drafter.hidden_size, drafter.head_dim
+    attention = 2 * width * head * (drafter.num_heads + drafter.num_kv_heads)
+    layer = attention + 3 * width * drafter.intermediate_size
+    return float(drafter.num_layers * layer + len(drafter.tap_layer_ids) * width * width)
+
+
+def bottlenecks(write: float, read: float, network: float) -> tuple[str, ...]:
+    """Say what limits each stage; rates in bytes a second."""
+    sentences = []
+    for stage, rate in (("extraction", write), ("training", read)):
+        share = rate / network
+        if share > 1:
+            sentences.append(f"{stage} is limited by the network: it wants {share:.1f} times of it")
+        else:
+            sentences.append(f"{stage} is limited by the GPUs: it needs {share:.0%} of the network")
+    return tuple(sentences)
+
+
+def table(values: Capacity, tokens: float) -> list[tuple[str, str]]:
+    """Return names and values for people."""
+    return [
+        ("tokens", f"{tokens:,.0f}"),
+        ("bytes a token", f"{values.bytes_per_token:,.0f}"),
+        ("storage", f"{values.stored_bytes / 1e12:,.2f} TB"),
+        ("extraction", f"{values.extraction_hours:,.1f} h at {values.extraction_tokens_per_s:,.0f} tokens/s"),
+        ("written", f"{values.write_mb_per_s:,.0f} MB/s ({values.write_mb_per_s * 8e-3:.1f} Gbit/s)"),
+        ("training", f"{values.training_hours:,.1f} h at {values.training_tokens_per_s:,.0f} tokens/s"),
+        ("read", f"{values.read_mb_per_s:,.0f} MB/s ({values.read_mb_per_s * 8e-3:.1f} Gbit/s)"),
+        ("a checkpoint", f"{values.checkpoint_bytes / 1e9:,.1f} GB"),
+        *(("", sentence) for sentence in values.bottlenecks),
+    ]
+
+
+def as_json(values: Capacity) -> dict[str, Any]:
+    """Return the values for programs."""
+    return {name: getattr(values, name) for name in Capacity.__dataclass_fields__}

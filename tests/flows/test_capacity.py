@@ -1,0 +1,66 @@
+"""The calculator: its arithmetic against sizes worked out by hand, its count of weights against a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core.configuration import UserError
+from dflash_core.target import TargetConfig, describe_target, load_target
+from flows.capacity import Rates, body_parameters, capacity, codec_ratio
+from flows.cli import app
+from flows.config import ExtractConfig, TrainConfig, dump_config
+
+MakeExtract = Callable[..., ExtractConfig]
+MakeTrain = Callable[..., TrainConfig]
+
+
+def test_weights_are_those_that_a_capture_loads(extract_config: MakeExtract, tiny_target_dir: Path) -> None:
+    config = extract_config()
+    target = load_target(config.target, "cpu")
+    loaded = sum(p.numel() for layer in target.model.layers for p in layer.parameters())
+    assert body_parameters(config, describe_target(config.target)[1]) == loaded
+    whole = TargetConfig.model_validate({**config.target.model_dump(), "last_hidden": "before_final_norm"})
+    with_last = extract_config(target=whole.model_dump())
+    assert body_parameters(with_last, describe_target(whole)[1]) > loaded
+
+
+def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) -> None:
+    extract = extract_config(codec="lossless", workers={"slots": ["0", "1"]})
+    train = train_config(gpus=["2", "3", "4"])
+    rates = Rates(peak_tflops=1e-3, capture_share=0.5, training_share=0.25, ratio=2.0, network_gbit=8.0)
+    body = body_parameters(extract, describe_target(extract.target)[1])
+    found = capacity(extract, train, 1e6, rates)
+    assert found.bytes_per_token == 3 * 64 * 2 / 2
+    assert found.stored_bytes == 1e6 * found.bytes_per_token
+    assert found.extraction_tokens_per_s == pytest.approx(2 * 0.5e9 / (2 * body))
+    assert found.extraction_hours == pytest.approx(1e6 / found.extraction_tokens_per_s / 3600)
+    assert found.write_mb_per_s == pytest.approx(found.extraction_tokens_per_s * found.bytes_per_token / 1e6)
+    alone = capacity(extract, train_config(gpus=["2"]), 1e6, rates)
+    assert found.training_tokens_per_s == pytest.approx(3 * alone.training_tokens_per_s)
+    assert found.training_hours == pytest.approx(3 * 1e6 / found.training_tokens_per_s / 3600)
+    slow = capacity(extract, train, 1e6, rates.model_copy(update={"network_gbit": 1e-6}))
+    assert all("limited by the network" in sentence for sentence in slow.bottlenecks)
+
+
+def test_sizes_of_codecs_are_those_that_were_measured() -> None:
+    assert codec_ratio("tolerance=0.1") == 4.82 and codec_ratio("lossless") == 1.49
+    assert 4.82 < codec_ratio("tolerance=0.15") < 6.76
+    assert codec_ratio("tolerance=0.001") == 2.40
+
+
+def test_the_command(extract_config: MakeExtract, train_config: MakeTrain, tmp_path: Path) -> None:
+    paths = tmp_path / "extract.yaml", tmp_path / "train.yaml"
+    paths[0].write_text(dump_config(extract_config(workers={"slots": ["0"]})))
+    paths[1].write_text(dump_config(train_config(gpus=["1"])))
+    command = ["plan", "--extract", str(paths[0]), "--train", str(paths[1]), "--tokens", "1e9"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "TB" in result.output and "limited by the" in result.output
+    values = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert values["stored_bytes"] == pytest.approx(1e9 * values["bytes_per_token"])
+    with pytest.raises(UserError, match="name the GPUs"):
+        capacity(extract_config(workers={"slots": []}), train_config(), 1.0, Rates())
