@@ -209,16 +209,19 @@ def _score_plainly(
     `wanted`.
     """
     log_p = F.log_softmax(logits.float(), dim=-1)
-    ce_n = -log_p.gather(1, label_n[:, None]).squeeze(1)
-    correct_n = (logits.argmax(dim=-1) == label_n).float()
-    loss_n, pull = ce_n, torch.zeros_like(log_p).scatter_(1, label_n[:, None], 1.0 - kl_weight)
+    loss_n = ce_n = -log_p.gather(1, label_n[:, None]).squeeze(1)
+    correct_n = (log_p.argmax(dim=-1) == label_n).float()
+    p_teacher = None
     if teacher_logits is not None:
         log_t = F.log_softmax(teacher_logits.float(), dim=-1)
-        kl_n = (log_t.exp() * (log_t - log_p)).sum(dim=-1)
-        loss_n = (1.0 - kl_weight) * ce_n + kl_weight * kl_n
-        pull = pull.add_(log_t.exp(), alpha=kl_weight)
+        p_teacher = log_t.exp()
+        loss_n = (1.0 - kl_weight) * ce_n + kl_weight * (p_teacher * (log_t - log_p)).sum(dim=-1)
     if wanted:
-        logits.copy_(log_p.exp() - pull)
+        pull = log_p.exp_()  # in place: on a CPU this function is bound by passes over memory
+        pull.scatter_add_(1, label_n[:, None], torch.full_like(ce_n, kl_weight - 1.0)[:, None])
+        if p_teacher is not None:
+            pull.sub_(p_teacher, alpha=kl_weight)
+        logits.copy_(pull)
     return loss_n, ce_n, correct_n, torch.ones_like(ce_n)
 
 
