@@ -85,6 +85,23 @@ def demo(
 
 
 @app.command()
+def doctor(
+    store: Annotated[str | None, typer.Option(help="Try out this object store.", metavar="URI")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Compare with a report.json or a data set.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Say what this environment is, what is missing for work or for speed, and how to mend it."""
+    from flows.doctor import examine, lines
+
+    findings = examine(store, run)
+    for line in lines(findings):
+        typer.echo(line)
+    if any(finding.state == "broken" for finding in findings):
+        sys.exit(1)
+
+
+@app.command()
 def plan(
     extraction: Annotated[
         Path, typer.Option("--extract", help="YAML file of the extraction.", metavar="FILE")
