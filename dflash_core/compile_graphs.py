@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,9 @@ if TYPE_CHECKING:
     from dflash_core.target import TargetConfig
 
 HERE = Path(__file__).parent
-TRAINING_SOURCES = ("drafter.py", "draft_layers.py", "fp8.py", "mask.py", "loss.py", "loss_kernel.py")
-EXTRACTION_SOURCES = ("fused.py", "packed_body.py")
+COMPILED_IN_TRAINING = ("drafter.py", "mask.py", "loss.py", "loss_kernel.py", "optimizer_kernel.py")
+COMPILED_IN_EXTRACTION = ("fused.py", "packed_body.py")
+"""Files whose functions are compiled; what they import of ours counts too."""
 
 # What is not named here counts, so that a new field can cost a compile but never hide one.
 VALUES_OF_DRAFTER = {"rope_theta", "mask_token_id", "tap_convention", "tap_layer_ids", "target_num_layers"}
@@ -53,7 +56,7 @@ def training_graphs(drafter: DrafterConfig, training: TrainingConfig) -> GraphSe
         f"train-{drafter.hidden_size}w-{drafter.num_layers}l-"
         f"{training.row_tokens}x{training.anchors_per_row}x{drafter.block_size}"
     )
-    return graph_set(name, settings, [HERE / source for source in TRAINING_SOURCES])
+    return graph_set(name, settings, sources_of(COMPILED_IN_TRAINING))
 
 
 def extraction_graphs(target: TargetConfig, shape: dict[str, Any]) -> GraphSet:
@@ -64,4 +67,19 @@ def extraction_graphs(target: TargetConfig, shape: dict[str, Any]) -> GraphSet:
     fields = {"taps", "num_taps", "last_hidden", "dtype", "attention", "batching", "batch_tokens"}
     settings = {**target.model_dump(mode="json", include=fields), **shape}
     name = f"capture-{shape.get('model_type', 'target')}-{shape.get('hidden_size', 0)}w"
-    return graph_set(name, settings, [HERE / source for source in EXTRACTION_SOURCES])
+    return graph_set(name, settings, sources_of(COMPILED_IN_EXTRACTION))
+
+
+def sources_of(names: Sequence[str]) -> list[Path]:
+    """Return these files of `dflash_core` and all others of it that they import, at any depth, sorted."""
+    found: set[Path] = set()
+    todo = [HERE / name for name in names]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dflash_core."):
+                todo.append(HERE / f"{str(node.module).split('.')[1]}.py")
+    return sorted(found)
