@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 POOL = "dflash"
 PREFECT = [sys.executable, "-m", "prefect"]
 PREFECT_FILE = Path(__file__).parent.parent / "prefect.yaml"
-SERVER_START_S = 240.0
+SERVER_START_S = 600.0
 """The first start creates the database."""
 STOP_S = 30.0
 HEARTBEAT_S = 30
 """How often a flow run says that it lives."""
-SILENCE_S = 120
-"""A run that has not said so for this long is taken for crashed."""
+SILENCE_S = 400
+"""A run that has not said so for this long is taken for crashed. More than twice Prefect's own default of
+180 s, for runs that were started without our setting."""
+OUR_FLOWS = ("extract-hidden-states", "extract-shards", "train-drafter")
 AUTOMATION = "dflash: runs that fell silent have crashed"
 
 
@@ -165,6 +167,9 @@ def watch_for_silence() -> None:
             after={beat},
             expect={beat} | ends,
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            match_related=ResourceSpecification(
+                {"prefect.resource.role": ["flow"], "prefect.resource.name": list(OUR_FLOWS)}
+            ),
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

@@ -1,0 +1,188 @@
+"""`dflash up` as people use it: a real server, the literal command, cancel, kill, retry, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import UUID
+
+import httpx
+import pytest
+
+from flows.config import ExtractConfig
+from flows.ranks import descendants
+from storage.dataset import open_dataset
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+Found = TypeVar("Found")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(what: str, look: Callable[[], Found | None], seconds: float = 180) -> Found:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (found := look()) is not None:
+            return found
+        time.sleep(0.5)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+def command_of(pid: int) -> str:
+    """Command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Up:
+    """A running `dflash up` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.api = f"http://127.0.0.1:{self.port}/api"
+        self.ask = httpx.Client(base_url=self.api, timeout=60)
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
+            "PREFECT_HOME": str(folder / "home"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.log = folder / "up.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [BIN / "dflash", "up", "--port", str(self.port)],
+                cwd=folder,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def prefect(self, *words: str) -> str:
+        """Run a Prefect command from the repository's root, as people do."""
+        environment = {**self.environment, "PREFECT_API_URL": self.api}
+        done = subprocess.run(
+            [BIN / "prefect", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def start(self, config: ExtractConfig, name: str) -> UUID:
+        """Start an extraction by the literal command; return the id of its run."""
+        params = json.dumps({"config": config.model_dump(mode="json")})
+        command = ["deployment", "run", "extract-hidden-states", "--params", params, "--flow-run-name", name]
+        self.prefect(*command)
+        runs = httpx.post(
+            f"{self.api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}
+        ).json()
+        return UUID(runs[0]["id"])
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers that capture for this server."""
+        return [pid for pid in descendants(self.process.pid) if "flows.extract_worker" in command_of(pid)]
+
+    def run(self, run: UUID) -> dict[str, Any]:
+        return self.ask.get(f"/flow_runs/{run}").json()
+
+    def await_state(self, run: UUID, *states: str) -> None:
+        def reached() -> bool:
+            return self.run(run)["state_type"] in states
+
+        try:
+            wait_for(f"state {states}", lambda: reached() or None)
+        except AssertionError as error:
+            error.add_note(f"it is {self.run(run)['state']}\n{self.log.read_text()[-3000:]}")
+            raise
+
+    def shards_done(self, run: UUID) -> int:
+        query = {
+            "task_runs": {
+                "flow_run_id": {"any_": [str(run)]},
+                "state": {"type": {"any_": ["COMPLETED"]}},
+                "name": {"like_": "shard-"},
+            }
+        }
+        return int(self.ask.post("/task_runs/count", json=query).json())
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    running = Up(tmp_path_factory.mktemp("up"))
+    try:
+        wait_for("the start", lambda: "Ctrl-C stops" in running.log.read_text() or None, 600)
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.send_signal(signal.SIGINT)
+            running.process.wait(60)
+
+
+@pytest.fixture
+def long_config(extract_config: Callable[..., ExtractConfig], tmp_path: Path) -> ExtractConfig:
+    """An extraction of several hundred shards."""
+    path = tmp_path / "many.jsonl"
+    with path.open("w") as file:
+        for i in range(400):
+            turns = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i} " * 9}]
+            file.write(json.dumps({"id": f"many-{i}", "messages": turns}) + "\n")
+    return extract_config(chats=[str(path)], shard_tokens=100, codec="lossless")
+
+
+def busy_workers(up: Up, run: UUID) -> list[int]:
+    """Wait until some shards of the run are done; return who captures the next ones."""
+    wait_for("the first shards", lambda: up.shards_done(run) > 3 or None)
+    workers = up.workers()
+    assert workers
+    return workers
+
+
+def await_end(pids: list[int]) -> None:
+    wait_for(f"the end of {pids}", lambda: True if not any(command_of(pid) for pid in pids) else None, 30)
+
+
+def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig) -> None:
+    # Cancelled: its worker processes end, what is committed stays.
+    run = up.start(long_config, "to-be-cancelled")
+    workers = busy_workers(up, run)
+    up.prefect("flow-run", "cancel", str(run))
+    up.await_state(run, "CANCELLED")
+    await_end(workers)
+    dataset = open_dataset(long_config.store)
+    missing = len(dataset.missing())
+    assert 0 < missing < len(dataset.plan.shards) and not dataset.sealed
+
+    # Killed: seen as crashed, nothing is left behind, and a retry does what is missing.
+    run = up.start(long_config, "to-be-killed")
+    workers = busy_workers(up, run)
+    os.kill(int(up.run(run)["infrastructure_pid"].rpartition(":")[2]), signal.SIGKILL)
+    up.await_state(run, "CRASHED")
+    await_end(workers)
+    assert 0 < len(dataset.missing()) < missing
+    up.prefect("flow-run", "retry", str(run))
+    up.await_state(run, "COMPLETED")
+    assert open_dataset(dataset.uri).sealed
+
+    # Ctrl-C in the middle of a run: everything ends, the run is told so.
+    again = long_config.model_copy(update={"store": long_config.store + "-again"})
+    run = up.start(again, "to-be-stopped")
+    everything = [*busy_workers(up, run), *descendants(up.process.pid)]
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(60) == 0
+    text = up.log.read_text()
+    assert "its worker was stopped during the run; retry it" in text
+    assert text.rstrip().endswith("stopped")
+    await_end(everything)
