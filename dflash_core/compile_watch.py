@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 FINGERPRINT_VARIABLE = "DFLASH_COMPILE_FINGERPRINT"
 START_VARIABLE = "DFLASH_COMPILE_START"
 VERSION_VARIABLE = "DFLASH_COMPILE_VERSION"
+LAUNCHED_VARIABLE = "DFLASH_COMPILE_LAUNCHED"
 KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
 """Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
 
@@ -113,6 +114,7 @@ def environment_for_ranks(
         FINGERPRINT_VARIABLE: fingerprint.id,
         START_VARIABLE: start,
         VERSION_VARIABLE: version or "",
+        LAUNCHED_VARIABLE: f"{time.time():.3f}",
     }
 
 
@@ -293,8 +295,15 @@ def _device_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
 
-def seconds_since_process_start() -> float:
-    """Return the age of this process, interpreter and imports included; needs Linux."""
+def seconds_since_process_start(variables: Mapping[str, str] = os.environ) -> float:
+    """Return the age of this process, interpreter and imports included; needs Linux.
+
+    Some container runtimes keep no true start time: it is never taken to be before the launcher's.
+    """
     # Field 22 of /proc/self/stat, counted after the name, which may hold spaces: start in ticks since boot.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    if LAUNCHED_VARIABLE not in variables:
+        return age
+    launched = time.time() - float(variables[LAUNCHED_VARIABLE])
+    return min(age, launched) if age > 0 else launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,3 +155,5 @@ def test_age_of_this_process() -> None:
     first = seconds_since_process_start()
     assert 0 < first < 100_000
     assert 0 <= seconds_since_process_start() - first < 5
+    launched = {"DFLASH_COMPILE_LAUNCHED": str(time.time() - first / 2)}
+    assert seconds_since_process_start(launched) == pytest.approx(first / 2, abs=1)
