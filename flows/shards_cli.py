@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset, total_error
+from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset
 from storage.dataset_spec import SPEC_KEY
+from storage.manifest import total_error
 from storage.objects import ObjectInfo, ObjectNotFound, Store, open_store
 from storage.verify import Depth, ShardFinding, damaged_inputs, orphans, restore_scales, verify_dataset
 

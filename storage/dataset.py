@@ -7,21 +7,17 @@ import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from dflash_core.records import Sample
-from storage.codec import ErrorSums, parse_codec
+from storage.codec import parse_codec
 from storage.dataset_spec import (
     INDEX_KEY,
     MANIFEST_KEY,
@@ -42,6 +38,8 @@ from storage.dataset_spec import (
     samples_key,
     software_versions,
 )
+from storage.index import Index, read_index
+from storage.manifest import manifest_of, record_bytes, total_error
 from storage.objects import ObjectExists, ObjectNotFound, Store, open_store
 from storage.planning import read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
@@ -59,31 +57,12 @@ __all__ = [
     "ShardRecord",
     "create_dataset",
     "open_dataset",
+    "total_error",
 ]
 
 
 class ShardAlreadyCommitted(DatasetError):
     """Another worker committed this shard first; what this one wrote has been removed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Index:
-    """Where each sample lies; N samples in plan order, all int32."""
-
-    sample_ids: pa.ChunkedArray
-    """Strings [N]; `index.sample_ids[i].as_py()`."""
-    shard_N: np.ndarray
-    row_group_N: np.ndarray
-    """Row group of part 0; part p lies in row group + p."""
-    row_N: np.ndarray
-    """Row of part 0 inside its row group; later parts are row 0 of theirs."""
-    parts_N: np.ndarray
-    tokens_N: np.ndarray
-    supervised_N: np.ndarray
-    """Tokens whose loss mask is set."""
-
-    def __len__(self) -> int:
-        return len(self.tokens_N)
 
 
 class Dataset:
@@ -114,9 +93,7 @@ class Dataset:
         """The index, digest checked."""
         data = self.store.get(INDEX_KEY)
         self._check_digest(data, self.plan.index_sha256, INDEX_KEY)
-        table = pq.read_table(pa.BufferReader(data))
-        numbers = {f"{name}_N": table[name].to_numpy() for name in table.column_names if name != "sample_id"}
-        return Index(sample_ids=table["sample_id"], **numbers)
+        return read_index(data)
 
     def samples(self, shard: int) -> list[Sample]:
         """Read the input of one shard, in plan order, digest checked."""
@@ -267,7 +244,13 @@ class Dataset:
             if sizes.get(record.object) != record.size:
                 state = "is gone" if record.object not in sizes else f"has {sizes[record.object]} bytes"
                 raise ShardCorrupt(f"shard {shard} of {self.uri}: {record.object} {state}; {mend(self.uri)}")
-        manifest = self._manifest_of(records)
+        manifest = manifest_of(
+            records,
+            self.plan,
+            plan_sha256=self._plan_sha256,
+            scales_sha256=self.scales_sha256,
+            columns=self.columns,
+        )
         data = manifest.model_dump_json(indent=1).encode()
         try:
             self.store.put_bytes(MANIFEST_KEY, data)
@@ -306,31 +289,6 @@ class Dataset:
         """Remove the seal: a data set whose shards are about to change is not complete."""
         self._sealed = {}
         self.store.delete(MANIFEST_KEY)
-
-    def _manifest_of(self, records: dict[int, ShardRecord]) -> Manifest:
-        return Manifest(
-            fingerprint=self.fingerprint,
-            plan_sha256=self._plan_sha256,
-            scales_sha256=self.scales_sha256,
-            samples=self.plan.samples,
-            tokens=self.plan.tokens,
-            bytes=sum(record.size for record in records.values()),
-            relative_error={c: total_error(records.values(), c).relative_error for c in self.columns},
-            column_bytes={
-                c: sum(record.column_bytes[c] for record in records.values()) for c in self.columns
-            },
-            shards=tuple(
-                SealedShard(
-                    shard=shard,
-                    object=record.object,
-                    size=record.size,
-                    sha256=record.sha256,
-                    tokens=record.tokens,
-                    record_sha256=hashlib.sha256(record_bytes(record)).hexdigest(),
-                )
-                for shard, record in sorted(records.items())
-            ),
-        )
 
     # Small things.
 
@@ -394,20 +352,6 @@ class Dataset:
         if not number.isdecimal():
             raise DatasetError(f"{self.uri}/{key} is no commit record: remove it")
         return int(number)
-
-
-def total_error(records: Iterable[ShardRecord], column: str) -> ErrorSums:
-    """Add up what encoding did to one column of some shards."""
-    total = ErrorSums()
-    for record in records:
-        a, b, c, d = record.error_sums[column]
-        total += ErrorSums(squared_error=a, squared_value=b, scaled_squared_error=c, scaled_values=d)
-    return total
-
-
-def record_bytes(record: ShardRecord) -> bytes:
-    """The commit record as it is stored."""
-    return record.model_dump_json().encode()
 
 
 def create_dataset(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from storage.objects import (
+from storage.object_store import (
     ObjectExists,
     ObjectInfo,
     ObjectNotFound,
