@@ -145,7 +145,8 @@ def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
         spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values, _ in points]
         left.errorbar(bits, means, yerr=spread, marker="o", capsize=3, label=label)
         for x, y, (_, _, name) in zip(bits, means, points, strict=True):
-            left.annotate(name, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
+            short = name.removeprefix("tolerance=")
+            left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
     left.set_xlabel("bits a value in the shards")
     left.set_ylabel("tokens a target call, held-out chats")
     left.grid(alpha=0.3)
