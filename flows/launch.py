@@ -1,283 +1,41 @@
-"""Start long-lived worker processes, lend them out job by job, and replace those that die or hang.
-
-Knows nothing of Prefect, torch or what a job is. The workers' end of the line is `flows.channel`.
-"""
+"""Lends long-lived worker processes out job by job, and replaces those that die or hang."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from dflash_core.configuration import UserError
+from flows.worker_process import (
+    JobError,
+    JobFailed,
+    Message,
+    OnMessage,
+    PoolClosed,
+    Worker,
+    WorkerDied,
+    ignore,
+    python_module,
+    visible_gpus,
+)
 
-Message = dict[str, Any]
-OnMessage = Callable[[Message], None]
+__all__ = [
+    "JobError",
+    "JobFailed",
+    "Message",
+    "OnMessage",
+    "PoolClosed",
+    "Worker",
+    "WorkerDied",
+    "WorkerPool",
+    "ignore",
+    "python_module",
+    "visible_gpus",
+]
 
-STOP_GRACE_S = 5.0
-"""How long a worker may take to end by itself before it is killed."""
 START_FAILURES_ALLOWED = 3
 """A slot whose worker fails to start this many times in a row is given up."""
-STDERR_LINES_KEPT = 40
-
-
-class JobError(RuntimeError):
-    """A job did not end well, and may be tried again. `worker` is the one that had it."""
-
-    worker: Worker | None = None
-
-
-class WorkerDied(JobError):
-    """The worker's process ended or fell silent."""
-
-
-class JobFailed(JobError):
-    """The worker reported an error and lives on."""
-
-
-class PoolClosed(RuntimeError):
-    """The pool was closed, or has no slot left that can start a worker; the job must not be tried again."""
-
-
-def ignore(message: Message) -> None:
-    """Take a message and do nothing."""
-
-
-class _Process:
-    """One operating-system process: two threads read what it says and sort it by the job it belongs to."""
-
-    def __init__(self, name: str, argv: Sequence[str], environment: dict[str, str]) -> None:
-        self.name = name
-        self.last_sign = time.monotonic()
-        """When a message arrived last. Lines on stderr are no signs of life."""
-        self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
-        self._lock = threading.Lock()
-        self._inboxes: dict[int, queue.SimpleQueue[Message]] = {}
-        self._unheard: deque[Message] = deque(maxlen=100)
-        self._ended = False
-        self._popen = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            # Ctrl-C goes to the whole terminal group: the parent alone decides how the workers end.
-            start_new_session=True,
-        )
-        self.pid = self._popen.pid
-        for read in (self._read_stdout, self._read_stderr):
-            threading.Thread(target=read, name=f"{name} pipe", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def open_inbox(self, job_id: int) -> queue.SimpleQueue[Message]:
-        """Have the messages of a job collected; those that belong to none go to the oldest inbox."""
-        inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        with self._lock:
-            for message in self._unheard:
-                inbox.put(message)
-            self._unheard.clear()
-            self._inboxes[job_id] = inbox
-            if self._ended:
-                inbox.put({"kind": "exit"})
-        return inbox
-
-    def close_inbox(self, job_id: int) -> None:
-        with self._lock:
-            self._inboxes.pop(job_id, None)
-
-    def _deliver(self, message: Message) -> None:
-        with self._lock:
-            inbox = self._inboxes.get(message.get("id", -1)) or next(iter(self._inboxes.values()), None)
-            if inbox is None:
-                self._unheard.append(message)
-            else:
-                inbox.put(message)
-
-    def _read_stdout(self) -> None:
-        assert self._popen.stdout is not None
-        for line in self._popen.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if isinstance(message, dict):
-                self.last_sign = time.monotonic()
-                self._deliver(message)
-            else:
-                self._deliver({"kind": "stderr", "text": line.rstrip()})
-        with self._lock:
-            self._ended = True
-            for inbox in self._inboxes.values():
-                inbox.put({"kind": "exit"})
-
-    def _read_stderr(self) -> None:
-        assert self._popen.stderr is not None
-        for line in self._popen.stderr:
-            if text := line.rstrip():
-                self._stderr_tail.append(text)
-                self._deliver({"kind": "stderr", "text": text})
-
-    def send(self, message: Message) -> None:
-        """Write one message to the process; raises BrokenPipeError when it no longer listens."""
-        assert self._popen.stdin is not None
-        with self._lock:
-            self._popen.stdin.write(json.dumps(message) + "\n")
-            self._popen.stdin.flush()
-
-    def obituary(self) -> str:
-        """Wait for the end of the process and say how it ended, with its last words."""
-        code = self._popen.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}{self.last_words()}"
-
-    def last_words(self) -> str:
-        time.sleep(0.05)  # the two pipes of a dead process are read by two threads
-        return "; its last words:\n" + "\n".join(self._stderr_tail) if self._stderr_tail else ""
-
-    def stop(self, grace_s: float) -> None:
-        """End the process and everything it started. Safe from any thread, and when it is already gone."""
-        if grace_s:
-            with contextlib.suppress(OSError, ValueError):
-                assert self._popen.stdin is not None
-                self._popen.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._popen.wait()
-
-
-class Worker:
-    """One slot (a group of GPUs such as "0" or "0,1", or "cpu") and the process that occupies it, if any."""
-
-    def __init__(
-        self, index: int, slot: str, argv: Sequence[str], setup: Message, limits: tuple[float, float]
-    ) -> None:
-        self.slot = slot
-        self.name = f"worker {index} ({slot if slot == 'cpu' else 'gpu ' + slot})"
-        self.jobs = 0
-        """Jobs that it has now."""
-        self.starts = 0
-        self.failed_starts = 0
-        """Starts in a row that did not succeed."""
-        self._argv = argv
-        self._setup = setup
-        self._start_timeout_s, self._silence_timeout_s = limits
-        self._process: _Process | None = None
-        self._lock = threading.Lock()
-        self._retired = False
-        self._ids = itertools.count()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the living worker, or None."""
-        process = self._process
-        return process.pid if process is not None and process.alive else None
-
-    def call(self, job: Message, on_message: OnMessage = ignore) -> Message:
-        """Run one job and return its "done" message, starting the process first when there is none.
-
-        Raises UserError or JobFailed as the worker says, WorkerDied when it ends or says nothing for too
-        long; in the last case the process is gone when this returns.
-        """
-        with self._lock:
-            process = self._process
-            if process is None or not process.alive:
-                process = self._start(on_message)
-        return self._converse(process, job, "done", self._silence_timeout_s, on_message)
-
-    def _start(self, on_message: OnMessage) -> _Process:
-        if self._retired:
-            raise PoolClosed("the worker pool is closed")
-        began = time.monotonic()
-        self.starts += 1
-        self.failed_starts += 1
-        process = self._process = _Process(self.name, self._argv, slot_environment(self.slot))
-        self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
-        self.failed_starts = 0
-        seconds = time.monotonic() - began
-        on_message(_log(f"{self.name}: process {process.pid} is ready after {seconds:.1f} s"))
-        return process
-
-    def _converse(
-        self, process: _Process, message: Message, wanted: str, silence_s: float, on_message: OnMessage
-    ) -> Message:
-        """Send a message and return the wanted answer to it, passing on what comes before."""
-        job_id = next(self._ids)
-        inbox = process.open_inbox(job_id)
-        process.last_sign = time.monotonic()
-        try:
-            process.send({**message, "id": job_id})
-            return self._await(process, inbox, wanted, silence_s, on_message)
-        except (BrokenPipeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            process.stop(grace_s=0)
-            raise WorkerDied(process.obituary()) from error
-        finally:
-            process.close_inbox(job_id)
-
-    def _await(
-        self,
-        process: _Process,
-        inbox: queue.SimpleQueue[Message],
-        wanted: str,
-        silence_s: float,
-        on_message: OnMessage,
-    ) -> Message:
-        while True:
-            try:
-                message = inbox.get(timeout=max(0.0, process.last_sign + silence_s - time.monotonic()))
-            except queue.Empty:
-                if time.monotonic() < process.last_sign + silence_s:
-                    continue  # it spoke of another job meanwhile
-                process.stop(grace_s=0)
-                words = f"{self.name} said nothing for {silence_s:g} s and was killed{process.last_words()}"
-                raise WorkerDied(words) from None
-            kind = message.get("kind")
-            if kind == wanted:
-                return message
-            if kind == "exit":
-                process.stop(grace_s=0)
-                raise WorkerDied(process.obituary())
-            if kind == "error":
-                raise self._error(process, message)
-            on_message(message)
-
-    def _error(self, process: _Process, message: Message) -> Exception:
-        if message.get("user"):
-            return UserError(message["text"])
-        text = f"{self.name}: {message['type']}: {message['text']}\n{message.get('traceback', '')}"
-        if message.get("unusable"):
-            process.stop(grace_s=STOP_GRACE_S)
-            return WorkerDied(text)
-        return JobFailed(text)
-
-    def retire(self) -> None:
-        """End the process, and never start another."""
-        self._retired = True
-        # A start may be going on in another thread, which holds the lock until the process is ready: end
-        # that process first, then look again for one that was started in between.
-        if self._process is not None:
-            self._process.stop(STOP_GRACE_S)
-        with self._lock:
-            if self._process is not None:
-                self._process.stop(STOP_GRACE_S)
 
 
 class WorkerPool:
@@ -371,36 +129,3 @@ class WorkerPool:
                     worker.jobs += 1
                     return worker
                 self._changed.wait()
-
-
-def visible_gpus(slot: str) -> list[str]:
-    """Return the GPUs of a slot ("0", "2,3"; "cpu" has none) by the names that a child must be given.
-
-    Numbers count within CUDA_VISIBLE_DEVICES where that is set, as they do for everything else here.
-    """
-    gpus = [] if slot == "cpu" else [gpu.strip() for gpu in slot.split(",")]
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if names == [""]:
-        return gpus
-    return [names[int(gpu)] if gpu.isdigit() and int(gpu) < len(names) else gpu for gpu in gpus]
-
-
-def slot_environment(slot: str) -> dict[str, str]:
-    """Return the environment of a worker: its GPUs, and nothing that would make it draw progress bars."""
-    env = dict(os.environ)
-    env.update(
-        CUDA_VISIBLE_DEVICES=",".join(visible_gpus(slot)),
-        PYTHONUNBUFFERED="1",
-        HF_HUB_DISABLE_PROGRESS_BARS="1",
-        TQDM_DISABLE="1",
-    )
-    return env
-
-
-def python_module(name: str) -> list[str]:
-    """Return the command that runs a module with this interpreter."""
-    return [sys.executable, "-m", name]
-
-
-def _log(text: str, level: str = "INFO") -> Message:
-    return {"kind": "log", "level": level, "text": text}
