@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
 
+from dflash_core.configuration import fingerprint
 from storage.local_objects import LocalStore
 from storage.object_store import (
     ObjectExists,
@@ -82,13 +83,19 @@ class _Connection:
     """Buckets whose server has answered."""
     config: StoreConfig
     checksum: str | None
-    secrets: tuple[str, ...]
+    secrets: tuple[str, ...] = field(repr=False)
+    """What no error may show. Not shown by tracebacks that print variables either."""
+
+    def scrub(self, text: str) -> str:
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text
 
 
 def _connect(config: StoreConfig) -> _Connection:
     """Return the client of this process for the AWS_* variables as they are now."""
     found = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
-    return _new_connection(config, os.getpid(), tuple(found))
+    return _new_connection(config, os.getpid(), fingerprint(found))
 
 
 def _greet(connection: _Connection, bucket: str) -> None:
@@ -111,7 +118,7 @@ def _greet(connection: _Connection, bucket: str) -> None:
                 time.sleep(wait)
                 continue
             raise StoreError(
-                f"s3://{bucket}: no answer from {connection.client.meta.endpoint_url} "
+                f"s3://{bucket}: no answer from {connection.scrub(connection.client.meta.endpoint_url)} "
                 f"({type(error).__name__}); check AWS_ENDPOINT_URL and the server"
             ) from None
         connection.greeted.add(bucket)
@@ -119,8 +126,11 @@ def _greet(connection: _Connection, bucket: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[str, str], ...]) -> _Connection:
-    """Make a client. Payloads are unsigned, the checksum guards them: signing would hash every byte."""
+def _new_connection(config: StoreConfig, process: int, variables: str) -> _Connection:
+    """Make a client; one for each process and state of the AWS_* variables.
+
+    Payloads are unsigned, the checksum guards them: signing would hash every byte.
+    """
     import boto3
     from botocore.config import Config as BotoConfig
 
@@ -141,7 +151,7 @@ def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[st
         with _translated(None, "opening the store"):
             return session.client("s3", region_name=region, config=settings)
 
-    ours = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & dict(variables).keys()
+    ours = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & os.environ.keys()
     style = "path" if ours else "auto"
     greeter = client(style, 1)
     if not ours and ".amazonaws.com" not in greeter.meta.endpoint_url:  # an endpoint from a profile
@@ -152,14 +162,16 @@ def _new_connection(config: StoreConfig, process: int, variables: tuple[tuple[st
     name = "CRC64NVME" if importlib.util.find_spec("awscrt") else "CRC32"
     credentials = session.get_credentials()
     frozen = credentials.get_frozen_credentials() if credentials else ()
-    secrets = tuple(secret for secret in frozen if isinstance(secret, str) and secret)
+    secrets = [secret for secret in frozen if isinstance(secret, str) and secret]
+    if "@" in urlsplit(made.meta.endpoint_url).netloc:
+        secrets.append(urlsplit(made.meta.endpoint_url).netloc.rpartition("@")[0])
     return _Connection(
         client=made,
         greeter=greeter,
         greeted=set(),
         config=config,
         checksum=name if wanted else None,
-        secrets=secrets,
+        secrets=tuple(secrets),
     )
 
 
@@ -185,9 +197,7 @@ def _translated(connection: _Connection | None, what: str) -> Iterator[None]:
     try:
         yield
     except (ClientError, BotoCoreError) as error:
-        text = str(error)
-        for secret in connection.secrets if connection else ():
-            text = text.replace(secret, "***")
+        text = connection.scrub(str(error)) if connection else str(error)
         raise _our_error(_code(error), what, f"{type(error).__name__}: {text}") from None
 
 

@@ -131,7 +131,7 @@ class _SeenIds:
     def fresh(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Pass each id once. Raises DatasetError on the second, unless they are to be dropped."""
         for sample in samples:
-            key = hashlib.blake2b(sample.sample_id.encode(), digest_size=16).digest()
+            key = hashlib.blake2b(_utf8(sample.sample_id), digest_size=16).digest()
             if self._database.execute("insert or ignore into seen values (?)", (key,)).rowcount:
                 yield _checked(sample)
             elif self._drop:
@@ -144,6 +144,15 @@ class _SeenIds:
 
     def close(self) -> None:
         self._database.close()
+
+
+def _utf8(sample_id: str) -> bytes:
+    try:
+        return sample_id.encode()
+    except UnicodeEncodeError:
+        raise DatasetError(
+            f"the sample id {sample_id!r} is not Unicode text: give the chat another"
+        ) from None
 
 
 def _checked(sample: Sample) -> Sample:

@@ -99,6 +99,13 @@ def test_ids_twice(tmp_path: Path) -> None:
     assert dataset.plan.samples == 10 and dataset.plan.duplicates_dropped == 3
 
 
+def test_an_id_that_is_no_text(tmp_path: Path) -> None:
+    (sample,) = made_samples(1)
+    bad = Sample(sample_id="\ud800", token_ids_T=sample.token_ids_T, loss_mask_T=sample.loss_mask_T)
+    with pytest.raises(DatasetError, match="not Unicode"):
+        create_dataset(open_store(tmp_path), "made", made_spec(), [bad])
+
+
 def test_no_samples(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="empty"):
         create_dataset(open_store(tmp_path), "made", made_spec(), [])

@@ -151,6 +151,16 @@ def test_errors_keep_secrets(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(StoreError, match="credentials") as caught:
         open_store(s3_uri, SMALL_PARTS).put_bytes("k", b"x")
     assert "wrong-secret-value" not in str(caught.value) and caught.value.__cause__ is None
+    for entry in caught.traceback:  # what a traceback with variables would print
+        shown = {name: repr(value) for name, value in entry.frame.f_locals.items() if name != "monkeypatch"}
+        assert "wrong-secret-value" not in str(shown), entry
+
+
+def test_endpoint_with_a_password(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://someone:hidden-word@127.0.0.1:9")
+    with pytest.raises(StoreError) as caught:
+        open_store(s3_uri)
+    assert "hidden-word" not in str(caught.value)
 
 
 def test_no_server_is_said_at_once(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
