@@ -26,6 +26,8 @@ from dflash_core.configuration import UserError
 from flows.launch import OnMessage, ignore, python_module, visible_gpus
 
 TAIL_LINES = 80
+START_S = 120.0
+"""Silence that is forgiven at least until the first line: a busy machine imports torch slowly."""
 
 
 class RanksFailed(RuntimeError):
@@ -94,11 +96,13 @@ def _follow(
     threading.Thread(target=read, name="ranks", daemon=True).start()
     first_error: dict[str, Any] | None = None
     tail: deque[str] = deque(maxlen=TAIL_LINES)
+    patience = None if silence_timeout_s is None else max(silence_timeout_s, START_S)
     while True:
         try:
-            line = lines.get(timeout=silence_timeout_s)
+            line = lines.get(timeout=patience)
         except queue.Empty:
-            raise RanksFailed(f"no rank said anything for {silence_timeout_s:g} s; they were ended") from None
+            raise RanksFailed(f"no rank said anything for {patience:g} s; they were ended") from None
+        patience = silence_timeout_s
         if line is None:
             return first_error, list(tail)
         message = _parse(line)
@@ -138,13 +142,13 @@ def _end(process: subprocess.Popen[str], shutdown_s: int) -> None:
     try:
         process.wait(shutdown_s + 5)
     except subprocess.TimeoutExpired:
-        for pid in [*_descendants(process.pid), process.pid]:
+        for pid in [*descendants(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def _descendants(root: int) -> list[int]:
+def descendants(root: int) -> list[int]:
     """Return the process ids below `root`, from /proc; empty where there is none."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
