@@ -170,6 +170,9 @@ def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig)
     workers = busy_workers(up, run)
     os.kill(int(up.run(run)["infrastructure_pid"].rpartition(":")[2]), signal.SIGKILL)
     up.await_state(run, "CRASHED")
+    # Prefect's worker reports the crash once more, some seconds later, and would undo an earlier retry.
+    reported = f"Reported flow run '{run}' as crashed"
+    wait_for("the worker's report", lambda: reported in up.log.read_text() or None)
     await_end(workers)
     assert 0 < len(dataset.missing()) < missing
     up.prefect("flow-run", "retry", str(run))
