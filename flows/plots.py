@@ -26,6 +26,29 @@ def plot_training(rows: Rows, path: Path, title: str = "") -> Path:
     return _save(figure, path, title)
 
 
+def plot_speed(rows: Rows, path: Path, title: str = "") -> Path:
+    """Draw the last acceptance by slot, drafted tokens a second, and memory (where a GPU was used).
+
+    `rows` are metric rows as for `plot_training`, with "slot_acceptance" (slots 1..K-1),
+    "draft_tokens_per_s", "data_wait_ms" and "memory_peak_gib".
+    """
+    figure, (left, middle, right) = _figure(1, (11, 3.4), columns=3)
+    for key in ("slot_acceptance", "validation/slot_acceptance"):
+        last = next((row[key] for row in reversed(rows) if row.get(key)), None)
+        if last is not None:
+            shares = [value if _finite(value) else math.nan for value in last]
+            left.plot(range(1, len(shares) + 1), shares, marker=".", label=key)
+            left.legend(fontsize=8)
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("slot")
+    left.set_ylabel("share of blocks that match up to it")
+    _curves(middle, rows, lambda key: key == "draft_tokens_per_s")
+    _curves(right, rows, lambda key: key in ("memory_peak_gib", "data_wait_ms"))
+    for axes in (middle, right):
+        axes.set_xlabel("optimizer step")
+    return _save(figure, path, title)
+
+
 def plot_acceptance(families: Mapping[str, Mapping[str, Any]], path: Path, title: str = "") -> Path:
     """Draw acceptance length per family (bars) and the share of blocks accepted up to each slot (curves).
 

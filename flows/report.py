@@ -123,6 +123,20 @@ def metrics_line(row: dict[str, Any]) -> str:
     return f"step {steps}: {values}"
 
 
+def publish_curves(plots: list[Path]) -> None:
+    """Show the curves of a training run as they are now."""
+    if plots:
+        pictures = "\n\n".join(image(path, path.stem) for path in plots)
+        create_markdown_artifact(markdown=pictures, key="training-curves", description="Curves so far")
+
+
+def publish_cache(summary: dict[str, Any] | None) -> None:
+    """Show what the compile cache did for the run."""
+    if summary is not None:
+        rows = [{"what": name, "value": str(value)} for name, value in summary.items()]
+        create_table_artifact(table=rows, key="compile-cache", description="Compile cache of this run")
+
+
 def publish_training(config: TrainConfig, summary: dict[str, Any], result: TrainingLog, folder: Path) -> None:
     """Show the report that a colleague can read alone, and write it to report.md."""
     page = training_page(config, summary, result, folder)
@@ -149,7 +163,11 @@ def training_page(config: TrainConfig, summary: dict[str, Any], result: Training
         for name, family in result.acceptance["families"].items():
             speed = f"{family['speed_up']:.2f}" if family["speed_up"] else "-"
             lines.append(f"| {name} | {family['acceptance_length']:.3f} | {speed} | {family['lossless']} |")
-    for file, title in (("training.png", "Loss and acceptance length"), ("acceptance.png", "Acceptance")):
+    for file, title in (
+        ("training.png", "Loss and acceptance length"),
+        ("speed.png", "Slots, speed and memory"),
+        ("acceptance.png", "Acceptance"),
+    ):
         if (folder / file).exists():
             lines += ["", f"## {title}", "", image(folder / file, title)]
     if result.cache is not None:

@@ -26,6 +26,7 @@ from flows.train_steps import TrainingLog
 from storage.dataset import Dataset
 
 PROGRESS_EVERY_S = 5.0
+CURVES_EVERY_S = 120.0
 
 
 @task(name="check-data-set", cache_policy=NO_CACHE, persist_result=False)
@@ -41,18 +42,26 @@ def train_on_ranks(
     """Run the ranks to the end of training; their words and numbers go to the log of this task."""
     logger = get_run_logger()
     progress = report.start_progress("training-progress", "optimizer steps")
-    last = 0.0
+    told, drawn = 0.0, time.monotonic()
 
     def follow(message: Message) -> None:
-        nonlocal last
+        nonlocal told, drawn
         relay_message(message)
         if message["kind"] == "metrics":
             logger.info("%s", report.metrics_line(message))
-            if time.monotonic() - last > PROGRESS_EVERY_S or result.fraction == 1.0:
-                last = time.monotonic()
+            now = time.monotonic()
+            if now - told > PROGRESS_EVERY_S or result.fraction == 1.0:
+                told = now
                 report.update_progress(progress, result.fraction)
+            if now - drawn > CURVES_EVERY_S:
+                drawn = now
+                report.publish_curves(train_steps.plot_curves(folder))
 
-    return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, result, follow))
+    try:
+        return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, result, follow))
+    finally:
+        report.publish_curves(train_steps.plot_curves(folder))
+        report.publish_cache(result.cache)
 
 
 @task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)

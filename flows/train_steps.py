@@ -27,7 +27,7 @@ from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
 from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
-from flows.plots import plot_training
+from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, run_ranks
 from flows.train_log import METRICS_FILE
 from storage.compile_session import CompileSession
@@ -202,9 +202,19 @@ def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, fol
         "versions": software_versions(),
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    if metrics:
-        plot_training(metrics, folder / "training.png", title=f"{dataset.spec.target.name} drafter")
+    plot_curves(folder)
     return report
+
+
+def plot_curves(folder: Path) -> list[Path]:
+    """Draw what the metrics in `folder` hold so far; empty when there are none."""
+    metrics = read_metrics(folder)
+    if not metrics:
+        return []
+    return [
+        plot_training(metrics, folder / "training.png"),
+        plot_speed(metrics, folder / "speed.png"),
+    ]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
 
     with get_client(sync_client=True) as client:
         keys = {artifact.key for artifact in client.read_artifacts()}
-    assert {"training-progress", "training-report"} <= keys
+    assert {"training-progress", "training-curves", "training-report"} <= keys
 
 
 def cut_off(config: Path, output: Path, after_step: int) -> int:
