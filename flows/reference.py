@@ -27,8 +27,8 @@ def page() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Made from the classes by `python -m flows.reference`; a test compares the two. Files are YAML. Names",
-        "that are not listed here are refused, and so are values of another type. Presets are in `configs/`.",
+        "Made from the classes by `python -m flows.reference`; a test compares the two. Files are YAML.",
+        "Names that are not listed here are refused, and so are values of another type. Presets are in `configs/`.",
     ]
     told: set[type[Config]] = set()
     for command, kind in COMMANDS.items():
