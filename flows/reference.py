@@ -28,7 +28,7 @@ def page() -> str:
         "# Configuration reference",
         "",
         "Made from the classes by `python -m flows.reference`; a test compares the two. Files are YAML.",
-        "Names that are not listed here are refused, and so are values of another type. Presets are in `configs/`.",
+        "Names that are not listed are refused, and so are values of another type. Presets: `configs/`.",
     ]
     told: set[type[Config]] = set()
     for command, kind in COMMANDS.items():
