@@ -115,7 +115,7 @@ def test_ranks_equal_one_rank_with_all_rows(size: int) -> None:
     ranks = [context.Process(target=_rank, args=(r, size, port, results)) for r in range(size)]
     for process in ranks:
         process.start()
-    loss, norm, found, blocks = results.get(timeout=120)
+    loss, norm, found, blocks = results.get(timeout=400)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
