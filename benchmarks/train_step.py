@@ -429,22 +429,32 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     for setting in arguments.settings.split(","):
-        with tempfile.TemporaryDirectory() as cache:
-            found = run_child(arguments, setting, cache)
-            found["warm"] = run_child(arguments, setting, cache, "--only-first")
-            ceiling = str(found.get("ceiling_tflops", 0.0))
-            for ranks in (int(r) for r in arguments.ranks.split(",") if r):
-                several = run_child(arguments, setting, cache, ranks=ranks)
-                if "step_ms" in several:
-                    alone = found["by_chunk_slots"][arguments.chunks.split(",")[0]]["step_ms"]
-                    several["efficiency"] = round(alone / several["step_ms"], 4)
-                found.setdefault("ranks", {})[ranks] = several
-            for variant in filter(None, arguments.variants.split(",")):
-                other = run_child(arguments, setting, cache, "--variant", variant, "--ceiling", ceiling)
-                found.setdefault("variants", {})[variant] = other
-        results[setting] = found
-        print(json.dumps({setting: found}), flush=True)
+        results[setting] = measure_setting(arguments, setting)
     print(json.dumps(results, indent=1))
+
+
+def measure_setting(arguments: argparse.Namespace, setting: str) -> dict[str, Any]:
+    """All that was asked for of one setting; each part is printed as one line as soon as it is known."""
+
+    def part(name: str, *extra: str, ranks: int = 1) -> dict[str, Any]:
+        measured = run_child(arguments, setting, cache, *extra, ranks=ranks)
+        print(json.dumps({"setting": setting, "part": name, **measured}), flush=True)
+        return measured
+
+    with tempfile.TemporaryDirectory() as cache:
+        found = part("plain")
+        found["warm"] = part("warm", "--only-first")
+        alone = found.get("by_chunk_slots", {}).get(arguments.chunks.split(",")[0], {}).get("step_ms")
+        for ranks in (int(r) for r in arguments.ranks.split(",") if r):
+            several = part(f"{ranks} ranks", ranks=ranks)
+            if alone and "step_ms" in several:
+                several["efficiency"] = round(alone / several["step_ms"], 4)
+            found.setdefault("ranks", {})[ranks] = several
+        ceiling = str(found.get("ceiling_tflops", 0.0))
+        for variant in filter(None, arguments.variants.split(",")):
+            other = part(variant, "--variant", variant, "--ceiling", ceiling)
+            found.setdefault("variants", {})[variant] = other
+    return found
 
 
 if __name__ == "__main__":
