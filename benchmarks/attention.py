@@ -1,5 +1,5 @@
 """Times flex attention, forward and backward, for lists of kernel options in the shapes of
-`benchmarks/train_step.py`. Prints JSON.
+`benchmarks/train_step.py`. Prints JSON lines.
 
 python benchmarks/attention.py --setting 8B
 
@@ -62,12 +62,15 @@ def main() -> None:
     arguments = parser.parse_args()
     run = prepare(SETTINGS[arguments.setting])
     found: dict[str, Any] = {"setting": arguments.setting, "device": torch.cuda.get_device_name()}
-    if "forward" in arguments.which:
-        found["forward"] = [run({f"fwd_{k}": v for k, v in options.items()}) for options in FORWARD]
+    print(json.dumps(found), flush=True)
+    tried: list[dict[str, Any]] = []
     if "backward" in arguments.which:
         options = [dict(zip(BACKWARD_NAMES, numbers, strict=True)) for numbers in BACKWARD]
-        found["backward"] = [run({f"bwd_{k}": v for k, v in each.items()}) for each in options]
-    print(json.dumps(found, indent=1))
+        tried += [{f"bwd_{k}": v for k, v in each.items()} for each in options]
+    if "forward" in arguments.which:
+        tried = [{f"fwd_{k}": v for k, v in options.items()} for options in FORWARD] + tried
+    for options_of_one in tried:
+        print(json.dumps(run(options_of_one)), flush=True)
 
 
 def prepare(setting: dict[str, Any]) -> Any:
