@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from train_step import SETTINGS, milliseconds
 
 from dflash_core.drafter import DrafterConfig
@@ -84,6 +84,7 @@ def prepare(setting: dict[str, Any]) -> Any:
     packed = pack_tokens(samples, row_tokens)
     batch = prepare_row(packed, config, anchors=setting["anchors"], seed=0, epoch=0, dense=False)
     mask = batch.to(torch.device("cuda")).attention_masks()[0]["full_attention"]
+    assert isinstance(mask, BlockMask)
     queries = setting["anchors"] * config.block_size
 
     def states(heads: int, tokens: int) -> torch.Tensor:
