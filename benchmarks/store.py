@@ -86,6 +86,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--length", type=int, default=300, help="mean tokens of a sample")
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--device", default="cpu", help="where states come from and go to")
     parser.add_argument("--stores", default="local,s3")
     parser.add_argument("--work", type=Path, help="folder for what is written (default: the temporary one)")
     parser.add_argument("--json", action="store_true")
@@ -105,6 +106,7 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "states": str(options.states.name) if options.states else "random, with the statistics of real ones",
         "cores": len(os.sched_getaffinity(0)),
         "threads": options.threads,
+        "device": options.device,
     }
     del states
     results: dict[str, dict[str, Any]] = {}
@@ -156,11 +158,15 @@ def random_states(options: argparse.Namespace) -> States:
 
 def measure(name: str, uri: str, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{uri.split(':')[0]:>8} {name}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {"write": in_a_process(write_phase, name, uri, work, options.threads)}
+    result: dict[str, Any] = {
+        "write": in_a_process(write_phase, name, uri, work, options.threads, options.device)
+    }
     result["bytes_per_token"] = result["write"].pop("bytes_per_token")
     phases = ["read"] if uri.startswith("s3:") else ["read", "read_cached"]
     for phase in phases:
-        result[phase] = in_a_process(read_phase, name, uri, work, options.threads, phase == "read")
+        result[phase] = in_a_process(
+            read_phase, name, uri, work, options.threads, options.device, phase == "read"
+        )
     return result
 
 
@@ -210,13 +216,13 @@ def load_source(work: Path) -> tuple[list[Sample], States]:
     return samples, states
 
 
-def write_phase(name: str, uri: str, work: Path, threads: int) -> dict[str, Any]:
+def write_phase(name: str, uri: str, work: Path, threads: int, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     samples, states = load_source(work)
     store = open_store(f"{uri}/{name.replace('=', '-')}")
     for columns in states:  # in memory before the clock runs, as after a forward
         for column, states_TD in columns.items():
-            columns[column] = states_TD.clone()
+            columns[column] = states_TD.to(device, copy=True)
     result: dict[str, Any] = {}
     tokens = sum(sample.num_tokens for sample in samples)
     if name in FILES:
@@ -237,7 +243,7 @@ def write_files(name: str, store: Store, samples: list[Sample], states: States, 
         content = {
             "token_ids": torch.from_numpy(sample.token_ids_T),
             "loss_mask": torch.from_numpy(sample.loss_mask_T),
-            **states[number],
+            **{column: states_TD.cpu() for column, states_TD in states[number].items()},
         }
         if name == "torch.save":
             buffer = io.BytesIO()
@@ -291,7 +297,7 @@ def write_dataset(dataset: Dataset, states: States, threads: int) -> None:
 # Reading.
 
 
-def read_phase(name: str, uri: str, work: Path, threads: int, cold: bool) -> dict[str, Any]:
+def read_phase(name: str, uri: str, work: Path, threads: int, device: str, cold: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     where = f"{uri}/{name.replace('=', '-')}"
     samples, _ = load_source(work)
@@ -305,9 +311,9 @@ def read_phase(name: str, uri: str, work: Path, threads: int, cold: bool) -> dic
         shape = (ROW_TOKENS, sum(t.shape[1] for t in states[0].values()))
         columns = tuple(states[0])
         del states
-        reset_peak()
+        row_CE = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         with clock(sum(lengths), result):
-            read_files(name, open_store(where), rows, columns, shape, threads)
+            read_files(name, open_store(where), rows, columns, row_CE, threads)
         return result
     dataset = open_dataset(where)
     dataset.manifest()
@@ -316,7 +322,7 @@ def read_phase(name: str, uri: str, work: Path, threads: int, cold: bool) -> dic
     with clock(sum(lengths), result):
         config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=64 << 20)
         with RowReader(
-            dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device="cpu", config=config
+            dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device=device, config=config
         ) as reader:
             for _, states_CE in reader:
                 touch(states_CE)
@@ -334,7 +340,7 @@ def read_files(
     store: Store,
     rows: list[np.ndarray],
     columns: tuple[str, ...],
-    shape: tuple[int, int],
+    row_CE: Tensor,
     threads: int,
 ) -> None:
     """What a loader of such files does: fetch and parse ahead in threads, copy into the row."""
@@ -344,7 +350,7 @@ def read_files(
             return torch.load(io.BytesIO(store.get(f"{number:06d}.pt")), weights_only=True)
         return load_safetensors(store.get(f"{number:06d}.safetensors"))
 
-    row_CE = torch.zeros(shape, dtype=torch.bfloat16)
+    host_CE = row_CE if row_CE.device.type == "cpu" else torch.zeros_like(row_CE, device="cpu").pin_memory()
     with ThreadPoolExecutor(threads) as pool:
         order = iter([int(number) for row in rows for number in row])
         ahead: deque[Future[dict[str, Tensor]]] = deque()
@@ -359,13 +365,13 @@ def read_files(
                 if (following := next(order, None)) is not None:
                     ahead.append(pool.submit(read, following))
                 stop = start + len(found["token_ids"])
-                torch.cat([found[column] for column in columns], dim=1, out=row_CE[start:stop])
+                torch.cat([found[column] for column in columns], dim=1, out=host_CE[start:stop])
                 start = stop
-            touch(row_CE)
+            touch(row_CE if host_CE is row_CE else row_CE.copy_(host_CE))
 
 
 def touch(states_CE: Tensor) -> None:
-    """Look at the row, as a copy to the device would."""
+    """Look at the row, so that it has to be there."""
     float(states_CE[:: ROW_TOKENS // 8].float().sum())
 
 
