@@ -79,6 +79,8 @@ def _curves(axes: Any, rows: Rows, wanted: Callable[[str], bool]) -> None:
     keys = dict.fromkeys(key for row in rows for key in row if wanted(key))
     for key in keys:
         points = [(row["step"], row[key]) for row in rows if _finite(row.get(key))]
+        if not points:
+            continue  # a list, such as the losses of all slots
         marker = "." if len(points) < 30 else None
         axes.plot([x for x, _ in points], [y for _, y in points], label=key, linewidth=1.2, marker=marker)
     axes.grid(alpha=0.3)

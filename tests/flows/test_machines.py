@@ -102,13 +102,16 @@ def test_two_machines_share_a_large_extraction(
             logs.append(log)
 
         config = extract_config(store=s3_uri, shards_per_child=2, shard_tokens=400, codec="lossless")
-        run = start_extraction(api, config)
         ask = httpx.Client(base_url=api, timeout=60)
+        switch_on_training(ask)
+        run = start_extraction(api, config)
         state = wait_for("the end", lambda: final_state(ask, run), 400)
         assert state["type"] == "COMPLETED", (state, [log.read_text()[-3000:] for log in logs])
+        trained = wait_for("the training that follows", lambda: run_of(ask, "train-drafter"))
 
     dataset = open_dataset(s3_uri)
     assert dataset.sealed and len(dataset.plan.shards) > 4
+    assert trained["parameters"]["dataset"] == dataset.uri
     # Each machine took some of the children.
     for log in logs:
         assert "shards-0" in log.read_text(), log.read_text()
@@ -133,6 +136,21 @@ def start_extraction(api: str, config: ExtractConfig) -> UUID:
         )
         assert made.status_code in (200, 201), made.text
         return UUID(made.json()["id"])
+
+
+def switch_on_training(ask: httpx.Client) -> None:
+    """Enable the trigger that prefect.yaml ships switched off."""
+    found = {entry["name"]: entry for entry in ask.post("/automations/filter", json={}).json()}
+    trigger = found["train-after-extraction"]
+    assert not trigger["enabled"]
+    ask.patch(f"/automations/{trigger['id']}", json={"enabled": True}).raise_for_status()
+
+
+def run_of(ask: httpx.Client, flow: str) -> dict[str, Any] | None:
+    runs: list[dict[str, Any]] = ask.post(
+        "/flow_runs/filter", json={"flows": {"name": {"any_": [flow]}}}
+    ).json()
+    return runs[0] if runs else None
 
 
 def final_state(ask: httpx.Client, run: UUID) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,6 +143,13 @@ def long_config(extract_config: Callable[..., ExtractConfig], tmp_path: Path) ->
     return extract_config(chats=[str(path)], shard_tokens=100, codec="lossless")
 
 
+def in_browser(url: str) -> str:
+    """Return what a real browser makes of a page of the UI."""
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run(["chromium", *flags, url], capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout
+
+
 def busy_workers(up: Up, run: UUID) -> list[int]:
     """Wait until some shards of the run are done; return who captures the next ones."""
     wait_for("the first shards", lambda: up.shards_done(run) > 3 or None)
@@ -171,13 +179,18 @@ def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig)
     os.kill(int(up.run(run)["infrastructure_pid"].rpartition(":")[2]), signal.SIGKILL)
     up.await_state(run, "CRASHED")
     # Prefect's worker reports the crash once more, some seconds later, and would undo an earlier retry.
-    reported = f"Reported flow run '{run}' as crashed"
+    reported = f"Reported flow run '{run}' as crashed: Flow run infrastructure exited"
     wait_for("the worker's report", lambda: reported in up.log.read_text() or None)
     await_end(workers)
     assert 0 < len(dataset.missing()) < missing
     up.prefect("flow-run", "retry", str(run))
     up.await_state(run, "COMPLETED")
     assert open_dataset(dataset.uri).sealed
+    if shutil.which("chromium"):
+        seen = in_browser(f"http://127.0.0.1:{up.port}/v2/runs/flow-run/{run}?tab=TaskRuns")
+        assert "Completed" in seen and "extract-tiny" in seen and "shard-00" in seen
+        seen = in_browser(f"http://127.0.0.1:{up.port}/runs/flow-run/{run}")
+        assert "captured states equal those of a plain forward" in seen
 
     # Ctrl-C in the middle of a run: everything ends, the run is told so.
     again = long_config.model_copy(update={"store": long_config.store + "-again"})
