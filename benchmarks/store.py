@@ -59,6 +59,8 @@ from storage.writer import ShardWriter, WriterConfig
 CODECS = ("lossless", "tolerance=0.1", "tolerance=0.3")
 FILES = ("torch.save", "safetensors")
 ROW_TOKENS = 4096
+PREFETCH_BYTES = 256 << 20
+"""Row groups are kept while samples of theirs are still to come: what `plan_epoch` mixes must have room."""
 States = list[dict[str, Tensor]]
 """One entry a sample: column -> bf16 [T, D]."""
 
@@ -320,7 +322,7 @@ def read_phase(name: str, uri: str, work: Path, threads: int, device: str, cold:
     groups = dataset.index.shard_N.astype(np.int64) << 32 | dataset.index.row_group_N
     rows = plan_epoch(dataset.index.tokens_N, seed=0, epoch=0, row_tokens=ROW_TOKENS, group_S=groups)
     with clock(sum(lengths), result):
-        config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=64 << 20)
+        config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=PREFETCH_BYTES)
         with RowReader(
             dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device=device, config=config
         ) as reader:

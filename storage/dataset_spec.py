@@ -39,8 +39,9 @@ class DatasetSpec(Config):
     """A shard takes whole samples until the next would pass this number."""
     row_group_bytes: int = Field(default=64 << 20, ge=1)
     """No row group holds more than so many bytes of bf16 states (before encoding); longer samples are cut."""
-    row_group_fill_bytes: int = Field(default=16 << 20, ge=0)
-    """Short samples share a row group until it holds so many bytes of bf16 states."""
+    row_group_fill_bytes: int = Field(default=4 << 20, ge=0)
+    """Short samples share a row group until it holds so many bytes of bf16 states: larger ones make fewer and
+    longer requests, but are read again where a shuffled epoch comes back to them and memory is short."""
     calibration_tokens: int = Field(default=65_536, ge=1)
     """Scales come from the first samples of the data set, up to so many tokens."""
     format_version: int = FORMAT_VERSION
