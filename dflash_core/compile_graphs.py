@@ -32,6 +32,7 @@ VALUES_OF_TRAINING = {
     "compile",
     "on_recompile",
     "init_from",
+    "only_samples",
     "validation_fraction",
     "validate_every",
     "validation_rows",

@@ -59,6 +59,8 @@ class TrainingConfig(Config):
     """Exported drafter folder to start from; None: random weights."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the samples (by hash of their ids) that is kept out of training."""
+    only_samples: Annotated[int, Field(ge=1)] | None = None
+    """Train on just the so many samples that have the most supervised tokens: to see a drafter overfit."""
     validate_every: Annotated[int, Field(ge=1)] = 500
     """Optimizer steps between validations; there is one at the end in any case."""
     validation_rows: Annotated[int, Field(ge=1)] | None = None

@@ -153,6 +153,17 @@ class EvaluationStep(Config):
     """Arithmetic of target and drafter."""
 
 
+class OverfitGate(Config):
+    """The cheapest proof that taps, rotation, masks and labels fit together: a sample learnt by heart."""
+
+    max_steps: Annotated[int, Field(ge=1)] = 600
+    """Optimizer steps on that one sample."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak rate of those steps."""
+    least_share: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Share of the block size that acceptance must reach on it, or the run fails."""
+
+
 class TrainConfig(Config):
     """From a sealed data set to an exported, evaluated drafter."""
 
@@ -169,6 +180,8 @@ class TrainConfig(Config):
     """What to train."""
     training: TrainingConfig = TrainingConfig()
     """How to train it."""
+    overfit: OverfitGate | None = None
+    """Set to have one sample overfitted first, until whole blocks are accepted."""
     gpus: tuple[str, ...] = ()
     """One rank each, e.g. 5, 6, 7. Empty: every visible GPU, or `cpu_ranks` ranks on the CPU."""
     cpu_ranks: Annotated[int, Field(ge=1)] = 1

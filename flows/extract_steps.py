@@ -35,6 +35,7 @@ def respond_config(config: ExtractConfig) -> RespondConfig:
         output=step.output,
         target=None if step.endpoint else config.target.path,
         revision=None if step.endpoint else config.target.revision,
+        dtype="float32" if config.target.dtype == "float32" else "bfloat16",
         endpoint=step.endpoint,
         chat=config.chat,
         generation=step.generation,

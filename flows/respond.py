@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -41,6 +41,8 @@ class RespondConfig(Config):
     """Folder or hub name: answer with transformers on this machine. Give this or `endpoint`."""
     revision: str | None = None
     """Hub revision of `target`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of a local target."""
     endpoint: EndpointConfig | None = None
     """Server that answers (vLLM, SGLang and others)."""
     chat: ChatConfig = ChatConfig()
@@ -129,7 +131,7 @@ def _open_answer(config: RespondConfig) -> Answer:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    responder = Responder(config.target, config.revision, config.chat, device)
+    responder = Responder(config.target, config.revision, config.chat, device, getattr(torch, config.dtype))
     return LocalAnswers(responder, config.generation, config.batch_size)
 
 

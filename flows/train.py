@@ -64,6 +64,12 @@ def train_on_ranks(
         report.publish_cache(result.cache)
 
 
+@task(name="overfit-one-sample", cache_policy=NO_CACHE, persist_result=False)
+def overfit_one_sample(config: TrainConfig, dataset: Dataset, drafter: DrafterConfig) -> float:
+    """Pass the overfit gate before time goes into training."""
+    return without_traceback(lambda: train_steps.overfit_one_sample(config, dataset, drafter, relay_message))
+
+
 @task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)
 def evaluate_drafter(config: TrainConfig, dataset: Dataset, folder: Path) -> dict[str, Any]:
     """Decode speculatively with the exported drafter."""
@@ -90,6 +96,9 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
 
 def _train(config: TrainConfig, folder: Path) -> State[Any]:
     data, drafter = value(check_dataset(config))
+    if config.overfit is not None:
+        length = value(overfit_one_sample(config, data, drafter))
+        get_run_logger().info("overfit gate passed: %.2f of %d slots", length, drafter.block_size)
     result = TrainingLog()
     value(train_on_ranks(config, data, drafter, folder, result))
     try:

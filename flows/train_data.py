@@ -53,6 +53,9 @@ class TrainingData:
         self._check_lengths()
         held_out_S = np.array([is_validation(name, training.validation_fraction) for name in self._ids], bool)
         self.training_samples = np.flatnonzero(~held_out_S & (index.supervised_N > 1))
+        if training.only_samples is not None:
+            by_size = np.argsort(-index.supervised_N[self.training_samples], kind="stable")
+            self.training_samples = np.sort(self.training_samples[by_size[: training.only_samples]])
         self.validation_samples = np.flatnonzero(held_out_S & (index.supervised_N > 1))
         if not len(self.training_samples):
             raise UserError(f"{dataset.uri} holds no sample to train on: none has two supervised tokens")

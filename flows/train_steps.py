@@ -144,6 +144,45 @@ def train(
         )
 
 
+def overfit_one_sample(
+    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, on_message: OnMessage
+) -> float:
+    """Train on one sample alone and return the acceptance length over its whole blocks (block_size: all).
+
+    Nothing of it is kept. Raises UserError when whole blocks are not accepted in the end.
+    """
+    gate = config.overfit
+    assert gate is not None
+    rate = config.training.optimizer.model_copy(update={"learning_rate": gate.learning_rate})
+    alone = {
+        "only_samples": 1,
+        "epochs": gate.max_steps,
+        "max_steps": gate.max_steps,
+        "rows_per_step": 1,
+        "validation_fraction": 0.0,
+        "checkpoint_every": gate.max_steps,
+        "init_from": None,
+        "optimizer": rate,
+    }
+    result = TrainingLog()
+    with tempfile.TemporaryDirectory(prefix="dflash-overfit-") as scratch:
+        update = {"output": scratch, "training": config.training.model_copy(update=alone)}
+        train(config.model_copy(update=update), dataset, drafter, Path(scratch), result, on_message)
+    lengths = [row["acceptance_length_whole"] for row in result.metrics if row.get("acceptance_length_whole")]
+    if not lengths:
+        raise UserError(
+            f"overfit gate: no sample of {dataset.uri} is long enough for a whole block of "
+            f"{drafter.block_size} slots"
+        )
+    if lengths[-1] < gate.least_share * drafter.block_size:
+        raise UserError(
+            f"overfit gate: after {gate.max_steps} steps on one sample {lengths[-1]:.2f} of "
+            f"{drafter.block_size} slots are accepted. Either it needs more steps (overfit.max_steps) or "
+            "another rate, or taps and labels do not belong together: check target, layers and template"
+        )
+    return float(lengths[-1])
+
+
 @contextmanager
 def _compile_session(
     config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, gpus: tuple[str, ...], ranks: int
