@@ -1,4 +1,4 @@
-"""Measures extraction by one worker process a GPU, through the worker pool that the flow uses, without Prefect.
+"""Measures extraction by one worker process a GPU, through the worker pool of the flow, without Prefect.
 
 python benchmarks/fleet.py --shape qwen3-8b --gpus 1,2,4 --shards-per-gpu 8
 
