@@ -5,7 +5,7 @@ CONSTRAINTS ?= requirements/cpu.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test tests lint types format bench quality up clean
+.PHONY: help demo test tests lint types format bench quality reference up clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -13,6 +13,8 @@ help: ## list the targets
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[demo,dev]'
+	# z-lab's own loader, which a test holds our exports against; not in our environment, its command is `dflash` too.
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/zlab dflash==0.1.0
 	touch $@
 
 demo: $(STAMP) ## chats to an accepted drafter on the CPU, in minutes (report in runs/demo)
@@ -38,6 +40,13 @@ bench: $(STAMP) ## the benchmarks that two CPU cores can run, as JSON in runs/be
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/codec.py --json > runs/bench/codec.json
 	$(BIN)/python benchmarks/store.py --json > runs/bench/store.json
+
+quality: $(STAMP) ## what drafters earn by codec and by recipe (needs a GPU, hours; see docs/quality.md)
+	$(BIN)/python -m pip install --quiet --editable '.[demo,quality]'
+	for stage in prompts responses train report; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality; done
+
+reference: $(STAMP) ## write docs/configuration.md from the classes
+	$(BIN)/python -m flows.reference
 
 up: $(STAMP) ## Prefect server, worker and both deployments on this machine
 	$(BIN)/dflash up
