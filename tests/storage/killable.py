@@ -76,6 +76,12 @@ class Workers:
                 os.kill(child, signal.SIGKILL)
         return int(self._process.stdout.readline())
 
+    def seconds(self, task: dict[str, Any]) -> float:
+        """Let one worker finish; returns how long its work takes here and now."""
+        began = time.monotonic()
+        assert self.run(task) == 0
+        return time.monotonic() - began
+
     def run_until_done(self, task: dict[str, Any], longest: float, seed: int, kills: int) -> int:
         """Kill a worker at random moments, start it again, let the last finish; returns the true kills."""
         moments = random.Random(seed)

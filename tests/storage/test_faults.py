@@ -51,7 +51,7 @@ def check_like(dataset: Dataset, undisturbed: dict[str, bytes]) -> None:
 # Processes that die.
 
 
-@pytest.mark.parametrize("where, kills", [("local", 20), ("s3", 8)])
+@pytest.mark.parametrize("where, kills", [("local", 12), ("s3", 8)])
 def test_workers_killed_at_random_moments(
     where: str,
     kills: int,
@@ -62,12 +62,10 @@ def test_workers_killed_at_random_moments(
 ) -> None:
     uri = str(tmp_path) if where == "local" else request.getfixturevalue("s3_uri")
     dataset = made_dataset(uri, made_spec(), made_samples(40))
-    began = time.monotonic()
-    longest = 0.15 if where == "local" else 0.3
+    other = made_dataset(f"{uri}-other", made_spec(), made_samples(40))
+    longest = 0.5 * crew.seconds({"do": "write", "store": other.uri})
     killed = crew.run_until_done({"do": "write", "store": dataset.uri}, longest, seed=7, kills=kills)
-    assert killed >= 3, (
-        f"only {killed} workers were killed while working, in {time.monotonic() - began:.1f} s"
-    )
+    assert killed >= 2, f"of {kills} workers only {killed} were killed while working, in {longest:.2f} s each"
     check_like(open_dataset(dataset.uri), undisturbed)
 
 
@@ -80,10 +78,11 @@ def test_uploads_killed_at_random_moments(
     store = open_store(uri)
     (tmp_path / "large").write_bytes(LARGE)
     moments = random.Random(3)
+    whole = crew.seconds({"do": "put", "store": uri, "key": "whole", "file": str(tmp_path / "large")})
     seen: list[str] = []
     for number in range(5):
         task = {"do": "put", "store": uri, "key": f"object-{number}", "file": str(tmp_path / "large")}
-        crew.run(task, kill_after=moments.uniform(0.0, 0.03 if where == "local" else 0.2))
+        crew.run(task, kill_after=moments.uniform(0.1, 0.7) * whole)
         assert all(store.get(info.key) == LARGE for info in store.list())
         seen += store.abort_unfinished()
         if f"object-{number}" not in {info.key for info in store.list()}:
@@ -132,12 +131,10 @@ def test_server_killed_while_a_data_set_is_written(
 
 
 def test_creation_killed_at_random_moments(crew: Workers, tmp_path: Path) -> None:
-    killed = crew.run_until_done({"do": "create", "store": str(tmp_path / "a")}, 0.4, seed=1, kills=6)
-    assert killed >= 2
-    whole = made_dataset(tmp_path / "b", made_spec("lossless"), made_samples(1)).store
-    assert crew.run({"do": "create", "store": str(tmp_path / "b")}) == 0
+    longest = 0.8 * crew.seconds({"do": "create", "store": str(tmp_path / "b")})
+    killed = crew.run_until_done({"do": "create", "store": str(tmp_path / "a")}, longest, seed=1, kills=6)
+    assert killed >= 1
     (folder,) = open_store(tmp_path / "a").folders()
-    assert folder != whole.uri.rpartition("/")[2]
     assert contents(open_store(tmp_path / "a" / folder)) == contents(open_store(tmp_path / "b" / folder))
 
 
