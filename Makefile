@@ -49,6 +49,7 @@ reference: $(STAMP) ## write docs/configuration.md from the classes
 	$(BIN)/python -m flows.reference
 
 up: $(STAMP) ## Prefect server, worker and both deployments on this machine
+	$(BIN)/python -m flows.demo_target runs/demo/target
 	$(BIN)/dflash up
 
 clean: ## remove caches and build products, keep runs/

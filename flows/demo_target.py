@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,3 +52,7 @@ def _convert(source: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(write_demo_target(Path(sys.argv[1])))
