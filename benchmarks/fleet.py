@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace, target: TargetConfig, gpus: int, stor
     with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
         runner = ShardRunner(pool, redo=False)
         began = time.monotonic()
-        runner.prepare(tell)
+        runner.prepare(tell, len(shards))
         list(threads.map(lambda shard: runner.attempt(shard, tell), warm))
         started = time.monotonic()
         with HostWatch() as host:

@@ -60,9 +60,9 @@ def extract_shard(shard: int, runner: ShardRunner) -> Message:
 
 
 @task(name="check-target", cache_policy=NO_CACHE, persist_result=False)
-def check_target(runner: ShardRunner) -> None:
-    """Start the first worker: parity gate and channel scales."""
-    return without_traceback(lambda: runner.prepare(relay_message))
+def check_target(runner: ShardRunner, shards: int) -> None:
+    """Start the workers: parity gate and channel scales."""
+    return without_traceback(lambda: runner.prepare(relay_message, shards))
 
 
 def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int], *, redo: bool) -> Outcome:
@@ -72,7 +72,7 @@ def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int],
         return outcome
     with extract_steps.open_pool(config, dataset) as pool:
         runner = ShardRunner(pool, redo=redo)
-        value(check_target(runner))
+        value(check_target(runner, len(shards)))
         shard_task = extract_shard.with_options(retries=config.workers.attempts - 1)
         _submit_as_workers_free_up(
             lambda shard: shard_task.submit(shard, runner),

@@ -115,11 +115,13 @@ class ShardRunner:
         self._redo = redo
         self._failed_on: dict[int, Worker | None] = {}
 
-    def prepare(self, on_message: OnMessage) -> None:
-        """Start a worker, which proves that the target is captured rightly, and publish the codec's scales.
+    def prepare(self, on_message: OnMessage, shards: int = 1) -> None:
+        """Start the workers that so many shards need, and publish the codec's scales.
 
-        Raises UserError when the target, the data set or the store cannot be used; JobError otherwise.
+        Each worker proves that it captures the target rightly before it takes a job. Raises UserError when
+        the target, the data set or the store cannot be used; JobError otherwise.
         """
+        self._pool.warm(shards, on_message)
         self._pool.run({"task": "scales"}, on_message)
 
     def attempt(self, shard: int, on_message: OnMessage) -> Message:
@@ -198,7 +200,7 @@ def run_extraction(
     if shards:
         with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
             runner = ShardRunner(pool, redo=bool(only))
-            runner.prepare(log_message)
+            runner.prepare(log_message, len(shards))
 
             def work(shard: int) -> None:
                 _try_shard(runner, shard, config.workers.attempts, outcome)

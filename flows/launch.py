@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -83,6 +84,13 @@ class WorkerPool:
             thread.start()
         for thread in stoppers:
             thread.join()
+
+    def warm(self, count: int, on_message: OnMessage = ignore) -> None:
+        """Have the first `count` workers start at once, in the background."""
+        for worker in self.workers[:count]:
+            # Each thread writes to the log of whoever called, as the caller would.
+            context = contextvars.copy_context()
+            threading.Thread(target=context.run, args=(worker.warm, on_message), daemon=True).start()
 
     def run(
         self, job: Message, on_message: OnMessage = ignore, avoid: Worker | None = None

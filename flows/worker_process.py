@@ -199,6 +199,15 @@ class Worker:
                 process = self._start(on_message)
         return self._converse(process, job, "done", self._silence_timeout_s, on_message)
 
+    def warm(self, on_message: OnMessage = ignore) -> None:
+        """Start the process ahead of its first job; a failure is only told: the job will meet it again."""
+        try:
+            with self._lock:
+                if self.pid is None:
+                    self._start(on_message)
+        except (JobError, PoolClosed, UserError) as error:
+            on_message(_log(f"{self.name} did not start: {error}", "WARNING"))
+
     def _start(self, on_message: OnMessage) -> _Process:
         if self._retired:
             raise PoolClosed("the worker pool is closed")
@@ -206,7 +215,11 @@ class Worker:
         self.starts += 1
         self.failed_starts += 1
         process = self._process = _Process(self.name, self._argv, slot_environment(self.slot))
-        self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
+        try:
+            self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
+        except Exception:
+            process.stop(grace_s=0)  # it may be about to end by itself; nobody may take it for alive
+            raise
         self.failed_starts = 0
         seconds = time.monotonic() - began
         on_message(_log(f"{self.name}: process {process.pid} is ready after {seconds:.1f} s"))

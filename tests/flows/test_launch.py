@@ -147,6 +147,23 @@ def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_giv
             workers.run({"name": 1})
 
 
+def test_workers_can_be_started_ahead_of_their_jobs() -> None:
+    heard: list[dict[str, Any]] = []
+    with pool(("cpu", "cpu", "cpu")) as workers:
+        workers.warm(2, heard.append)
+        end = time.monotonic() + 20
+        while sum(worker.pid is not None and worker.failed_starts == 0 for worker in workers.workers) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert workers.run({"name": "first"})[1].starts == 1
+        assert [worker.starts for worker in workers.workers] == [1, 1, 0]
+    with pool(refuse=True) as workers:
+        workers.warm(1, heard.append)
+        with pytest.raises(UserError, match="this set-up is refused"):
+            workers.run({"name": "first"})
+    assert any("did not start: this set-up is refused" in message.get("text", "") for message in heard)
+
+
 def test_closing_the_pool_ends_busy_workers_at_once_and_frees_who_waits() -> None:
     workers = pool()
     first, _ = workers.run({"name": 0})
