@@ -8,6 +8,7 @@ import pytest
 
 from dflash_core.configuration import UserError
 from flows.config import ExtractConfig, dump_config, load_config
+from flows.configuration_reference import PAGE, page
 
 GOOD = "store: s3://bucket/prefix\nchats: [chats.jsonl]\ntarget: {path: some/target}\n"
 
@@ -49,3 +50,9 @@ def test_what_is_odd_is_refused_by_name(tmp_path: Path, text: str, words: str) -
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no configuration at .*absent\.yaml"):
         load_config(ExtractConfig, tmp_path / "absent.yaml")
+
+
+def test_the_reference_says_what_the_configurations_say() -> None:
+    text = page()
+    assert "](#workersconfig)" in text and "## WorkersConfig" in text
+    assert PAGE.read_text() == text, "run: python -m flows.configuration_reference"
