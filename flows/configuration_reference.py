@@ -26,7 +26,8 @@ COMMANDS: tuple[tuple[str, type[Config]], ...] = (
 INTRODUCTION = """# Configuration
 
 Each command reads one YAML file. Names that are not listed here are refused, and so are values of a wrong
-type. `configs/` holds whole examples. This page is made from the source: `python -m flows.configuration_reference`.
+type. `configs/` holds whole examples. This page is made from the source by
+`python -m flows.configuration_reference`.
 """
 
 
