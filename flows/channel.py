@@ -23,6 +23,9 @@ from dflash_core.configuration import UserError
 ORPHANED = 113
 """Exit code of a worker whose parent went away in the middle of a job."""
 
+OUR_LOGGERS = ("__main__", "flows", "storage", "dflash_core")
+"""Whose words of level INFO are sent; other packages' from WARNING on."""
+
 Job = dict[str, Any]
 Result = dict[str, Any]
 RunJob = Callable[[Job], Result | Callable[[], Result]]
@@ -94,7 +97,9 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
     channel = Channel()
     handler = _ChannelHandler(channel)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
     jobs = channel.jobs()
     setup = next(jobs, None)
     if setup is None:

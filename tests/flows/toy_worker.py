@@ -22,7 +22,7 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
     print("noise on stdout that is no message")
 
     def run(job: dict[str, Any]) -> Any:
-        logging.info("job %s", job["name"])
+        logging.getLogger(__name__).info("job %s", job["name"])
         once = Path(job["once"]) if "once" in job else None
         if once is None or not once.exists():
             if once is not None:
