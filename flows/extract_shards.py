@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.deployments import run_deployment
 from prefect.futures import PrefectFuture
 from prefect.runtime import deployment, flow_run
-from prefect.states import Completed, Failed
+from prefect.states import Cancelling, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
@@ -210,12 +210,17 @@ def _run_on_the_pool(parameters: Sequence[dict[str, Any]], progress: Progress) -
     waiting = {run.id for run in runs}
     states: dict[UUID, State[Any]] = {}
     with get_client(sync_client=True) as client:
-        while waiting:
-            time.sleep(CHILDREN_EVERY_S)
-            for run_id in list(waiting):
-                state = client.read_flow_run(run_id).state
-                if state is not None and state.is_final():
-                    states[run_id] = state
-                    waiting.remove(run_id)
-            progress.update(len(states), now=True)
+        try:
+            while waiting:
+                time.sleep(CHILDREN_EVERY_S)
+                for run_id in list(waiting):
+                    state = client.read_flow_run(run_id).state
+                    if state is not None and state.is_final():
+                        states[run_id] = state
+                        waiting.remove(run_id)
+                progress.update(len(states), now=True)
+        finally:
+            # Left over when this run is cancelled or fails: the children end with it.
+            for run_id in waiting:
+                client.set_flow_run_state(run_id, Cancelling())
     return [states[run.id] for run in runs]
