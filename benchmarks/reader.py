@@ -172,7 +172,7 @@ class MatrixLoop:
 
 
 def measure_loss(arguments: argparse.Namespace, dataset: Dataset, threads: int) -> dict[str, float]:
-    """What reading at the pace of training takes from the step; both are timed in turns, so that clocks agree."""
+    """What reading at the pace of training takes from the step; timed in turns, so that clocks agree."""
     row_seconds = arguments.row_tokens / arguments.pace
     loop = MatrixLoop(row_seconds)
     steps = max(3, round(arguments.seconds / row_seconds))
