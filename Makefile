@@ -46,7 +46,7 @@ quality: $(STAMP) ## what drafters earn by codec and by recipe (needs a GPU, hou
 	for stage in prompts responses train report; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality; done
 
 reference: $(STAMP) ## write docs/configuration.md from the classes
-	$(BIN)/python -m flows.reference
+	$(BIN)/python -m flows.configuration_reference
 
 up: $(STAMP) ## Prefect server, worker and both deployments on this machine
 	$(BIN)/python -m flows.demo_target runs/demo/target
