@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import httpx
 import typer
 
 from dflash_core.configuration import UserError
+from flows.ranks import descendants
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -91,8 +92,9 @@ def _work(
                 ready()
                 _until_one_ends({**others, "the worker": worker})
             finally:
+                runs = descendants(worker.pid)
                 _stop(worker)
-                mark_crashed(client)
+                mark_crashed(client, runs)
 
 
 def _environment(api: str) -> dict[str, str]:
@@ -179,8 +181,8 @@ def watch_for_silence() -> None:
     ).create()
 
 
-def mark_crashed(client: SyncPrefectClient) -> None:
-    """End the runs whose process on this host is gone; Prefect would show them as running for ever."""
+def mark_crashed(client: SyncPrefectClient, ended: Sequence[int]) -> None:
+    """End the runs whose processes have just been ended; Prefect would show them as running for ever."""
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
     from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
@@ -191,8 +193,8 @@ def mark_crashed(client: SyncPrefectClient) -> None:
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [POOL]}}),
     )
     for run in runs:
-        host, _, pid = (run.infrastructure_pid or "").rpartition(":")
-        if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
+        pid = (run.infrastructure_pid or "").rpartition(":")[2]
+        if pid.isdigit() and int(pid) in ended:
             message = "its worker was stopped during the run; retry it to continue where it was"
             client.set_flow_run_state(run.id, Crashed(message=message), force=True)
             typer.echo(f"run {run.name}: {message}")
