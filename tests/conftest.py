@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
+# A suite that a script started in the background inherits SIGINT as ignored, and so would the processes that
+# tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
