@@ -6,9 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-# A suite that a script started in the background inherits SIGINT as ignored, and so would the processes that
-# tests interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -18,6 +15,10 @@ from tests.storage.seaweed import s3, s3_uri
 from tests.tiny import write_tiny_target
 
 __all__ = ["s3", "s3_uri"]
+
+# A suite that a script started in the background inherits SIGINT as ignored, and so would the processes that
+# tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
