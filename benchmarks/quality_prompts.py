@@ -197,7 +197,7 @@ def _code() -> Iterator[str]:
 def _folder_of(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"{package} is not installed; run: pip install 'dflash-pipeline[quality]'")
+        raise SystemExit(f"{package} is not installed; run: pip install -e '.[quality]'")
     return Path(spec.origin).parent
 
 

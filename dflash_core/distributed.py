@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dflash_core.configuration import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -46,6 +48,20 @@ class World:
         return bool(value.item())
 
 
+def own_device() -> str:
+    """Return "cuda" or "cpu": the device of this process. Raises UserError when it was given a GPU that torch
+    cannot use, so that nothing falls back to the CPU unnoticed.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        raise UserError(
+            f"this process was given GPU {named}, but torch {torch.__version__} sees none: "
+            "mend driver or torch (`dflash doctor` says more), or use the CPU by name"
+        )
+    return "cpu"
+
+
 def join_world(device: str | None = None) -> World:
     """Join the process group that torchrun's environment describes (RANK, WORLD_SIZE, LOCAL_RANK), or be
     alone.
@@ -53,7 +69,7 @@ def join_world(device: str | None = None) -> World:
     `device`: "cpu" or "cuda"; None takes the GPU where there is one. NCCL on GPUs, gloo on the CPU.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device or own_device()
     if kind == "cuda":
         # With torchrun --virtual-local-rank every rank sees one GPU and LOCAL_RANK is 0 everywhere.
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -93,6 +93,13 @@ class DrafterConfig(Config):
                 f"drafter.tap_layer_ids {self.tap_layer_ids}: "
                 f"the target's layers are 0..{self.target_num_layers - 1}"
             )
+        if list(self.tap_layer_ids) != sorted(set(self.tap_layer_ids)):
+            raise UserError(
+                f"drafter.tap_layer_ids {self.tap_layer_ids}: name different layers in ascending order, "
+                "the order in which engines capture them"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"drafter.head_dim {self.head_dim} is odd; rotation needs pairs of features")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"drafter.mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"

@@ -236,7 +236,7 @@ def _warnings(model: Any) -> list[str]:
         return [
             "This target has linear-attention layers and flash-linear-attention is not installed: "
             "transformers' reference implementation is used, which is many times slower on a GPU. "
-            "Install it with: pip install 'dflash-pipeline[gpu]'"
+            "Install it with: pip install -e '.[gpu]'"
         ]
     return []
 

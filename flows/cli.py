@@ -184,11 +184,16 @@ def respond(config: ConfigFile) -> None:
 @app.command()
 def evaluate(config: ConfigFile) -> None:
     """Measure how many tokens a target call earns with a drafter, by real speculative decoding."""
+    from flows.acceptance_report import print_report
     from flows.config import load_config
     from flows.evaluate import EvaluateConfig
     from flows.evaluate import evaluate as run
 
-    run(load_config(EvaluateConfig, config), show_progress)
+    settings = load_config(EvaluateConfig, config)
+    report = run(settings, show_progress)
+    typer.echo(err=True)  # ends the line of the progress
+    print_report(report)
+    typer.echo(f"acceptance.json and acceptance.png are in {settings.output}")
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -216,9 +221,11 @@ def prefect_server() -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     url = PREFECT_API_URL.value()
-    if not url or "PREFECT_API_URL" in os.environ or answers(url):
+    if not url or answers(url):
         yield
         return
+    if "PREFECT_API_URL" in os.environ:
+        raise UserError(f"no Prefect server answers at {url}: start it, or unset PREFECT_API_URL")
     typer.echo(
         f"no Prefect server at {url}: using a temporary one (`dflash up` starts a lasting one)", err=True
     )

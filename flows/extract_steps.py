@@ -64,12 +64,24 @@ def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
 
 
 def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
-    """Return the slots to use: those configured, else every visible GPU, else the CPU."""
-    if configured:
-        return tuple(configured)
+    """Return the slots to use: those configured, else every visible GPU, else the CPU.
+
+    Raises UserError when a slot names a GPU that is not there, or a GPU is named twice.
+    """
     import torch
 
-    return tuple(str(i) for i in range(torch.cuda.device_count())) or ("cpu",)
+    here = [str(i) for i in range(torch.cuda.device_count())]
+    if not configured:
+        return tuple(here) or ("cpu",)
+    named = [gpu.strip() for slot in configured if slot != "cpu" for gpu in slot.split(",")]
+    if absent := [gpu for gpu in named if gpu not in here]:
+        raise UserError(
+            f"GPU {', '.join(absent)} is named, but torch sees {len(here) or 'no'} GPUs here"
+            + (f" (0 to {len(here) - 1})" if here else "; use the slot cpu, or see `dflash doctor`")
+        )
+    if len(set(named)) < len(named):
+        raise UserError(f"a GPU is named twice: {', '.join(configured)}")
+    return tuple(configured)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from dflash_core.configuration import UserError
+from dflash_core.distributed import own_device
 from dflash_core.records import CapturedSample, Sample
 from dflash_core.target import (
     ParityError,
@@ -44,7 +43,7 @@ class ShardCapturer:
         config = TargetConfig.model_validate(setup["target"])
         if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
             config = config.model_copy(update={"device_map": "auto"})
-        self.target: Target = load_target(config, "cuda" if torch.cuda.is_available() else "cpu")
+        self.target: Target = load_target(config, own_device())
         for sentence in self.target.report:
             log.warning("%s", sentence)
         self.codec = parse_codec(self.dataset.spec.codec)

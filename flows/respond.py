@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError, fingerprint
+from dflash_core.distributed import own_device
 from dflash_core.messages import ChatError, normalise, record_id
 from dflash_core.respond import GenerationSettings, Responder
 from flows.answer import Answer, EndpointConfig, LocalAnswers, endpoint_answers
@@ -130,7 +131,7 @@ def _open_answer(config: RespondConfig) -> Answer:
     assert config.target is not None
     device = config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = own_device()
     responder = Responder(config.target, config.revision, config.chat, device, getattr(torch, config.dtype))
     return LocalAnswers(responder, config.generation, config.batch_size)
 

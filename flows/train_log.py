@@ -91,7 +91,7 @@ def _start_wandb(settings: Mapping[str, Any], folder: Path) -> Any:
     except ImportError:
         raise UserError(
             "WANDB_PROJECT is set but wandb is not installed: "
-            "pip install 'dflash-pipeline[wandb]', or unset the variable"
+            "pip install -e '.[wandb]', or unset the variable"
         ) from None
     return wandb.init(config=dict(settings), dir=str(folder), resume="allow")
 

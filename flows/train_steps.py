@@ -30,6 +30,7 @@ from flows.launch import Message, OnMessage, WorkerPool, python_module
 from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, run_ranks
 from flows.train_log import METRICS_FILE
+from storage.chats import read_chats
 from storage.compile_session import CompileSession
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
@@ -49,6 +50,9 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
     Raises UserError when the data set is not complete, was captured from another target than the one that is
     to lend its embedding and head, or does not fit the drafter.
     """
+    for family, source in (config.evaluation.prompts if config.evaluation else {}).items():
+        if next(iter(read_chats(source)), None) is None:
+            raise UserError(f"evaluation.prompts: {family!r} names {source}, which holds no chats")
     dataset = open_dataset(config.dataset)
     dataset.manifest()
     spec = dataset.spec
@@ -268,7 +272,10 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
     store = open_store(config.output)
     if store.uri.startswith("file://"):
         folder = Path(store.uri.removeprefix("file://"))
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output {config.output} cannot be made: {error.strerror}") from None
         yield folder
         return
     folder = Path(tempfile.mkdtemp(prefix="dflash-training-"))

@@ -275,7 +275,7 @@ class Checkpoints:
             raise UserError(
                 f"the checkpoint of step {step} in {self._store.uri} belongs to another configuration:\n  "
                 + "\n  ".join(differing)
-                + "\nuse the old values, or another run name to start anew"
+                + "\nuse the old values, or another output to start anew"
             )
 
 

@@ -1,0 +1,74 @@
+"""What would cost hours later is refused at once, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_core.configuration import UserError
+from dflash_core.distributed import own_device
+from flows.config import TrainConfig
+from flows.extract_steps import worker_slots
+from flows.train_steps import open_training_data, output_folder
+
+MakeConfig = Callable[..., TrainConfig]
+SHAPE: dict[str, Any] = {
+    "block_size": 8,
+    "num_layers": 2,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+
+
+def test_a_gpu_that_is_not_there_never_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    beyond = str(torch.cuda.device_count())
+    for slots in ([beyond], ["cpu", beyond], ["x"]):
+        with pytest.raises(UserError, match="is named, but torch sees"):
+            worker_slots(slots)
+    assert worker_slots(["cpu", "cpu"]) == ("cpu", "cpu")
+    if not torch.cuda.is_available():
+        assert own_device() == "cpu"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        with pytest.raises(UserError, match="was given GPU 3, but torch"):
+            own_device()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ("full_attention",)}, "1 entries for 2 layers"),
+        ({"layer_types": ("sliding_attention",) * 2}, "sliding_window is missing"),
+        ({"num_kv_heads": 3}, "not a multiple of num_kv_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"mask_token_id": 9999}, "outside the vocabulary of 320"),
+        ({"tap_layer_ids": (3, 1)}, "ascending order"),
+        ({"tap_layer_ids": ()}, "tap_layer_ids"),
+    ],
+)
+def test_faults_of_the_shape_are_told_before_training(
+    train_config: MakeConfig, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        open_training_data(train_config(drafter=SHAPE | change))
+
+
+def test_prompts_and_output_are_looked_at_before_training(train_config: MakeConfig, tmp_path: Path) -> None:
+    missing = {"prompts": {"family": str(tmp_path / "nothing.jsonl")}}
+    with pytest.raises(UserError, match=r"nothing\.jsonl"):
+        open_training_data(train_config(evaluation=missing))
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="cannot be made"),
+        output_folder(train_config(output=str(tmp_path / "file" / "below"))),
+    ):
+        pass
+
+
+def test_numbers_of_gpus_need_no_quotes(train_config: MakeConfig) -> None:
+    assert train_config(gpus=[5, "6"]).gpus == ("5", "6")
