@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/cpu.txt
+PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -23,7 +24,7 @@ demo: $(STAMP) ## chats to an accepted drafter on the CPU, in minutes (report in
 test: lint types tests ## lint, types and the whole test suite
 
 tests: $(STAMP) ## the test suite alone
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, without changing anything
 	$(BIN)/ruff check .
