@@ -113,11 +113,6 @@ KERNEL_GROUPS = {
 }
 
 
-def _group_of(kernel: str) -> str:
-    matches = (group for group, parts in KERNEL_GROUPS.items() if any(part in kernel for part in parts))
-    return next(matches, "fused elementwise")
-
-
 def build(
     setting: dict[str, Any], chunk_slots: int, variant: dict[str, Any], world: World
 ) -> tuple[Trainer, TrainingRow, dict[str, Any]]:

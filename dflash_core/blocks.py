@@ -36,10 +36,6 @@ class Blocks:
     scored_AK: np.ndarray
     """bool [A, K]: slot k >= 1 whose token is supervised and in the anchor's document."""
 
-    @property
-    def num_scored(self) -> int:
-        return int(self.scored_AK.sum())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredSlots:
