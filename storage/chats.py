@@ -6,12 +6,13 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from dflash_core.configuration import UserError, fingerprint
 
@@ -88,6 +89,13 @@ def _kind(path: Path) -> tuple[str, ...] | None:
 
 
 def _read_file(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    try:
+        yield from _records_of(path)
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read, it may be damaged or cut short: {error}") from None
+
+
+def _records_of(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     kind = _kind(path)
     if kind is _PARQUET:
         yield from _read_parquet(path)
@@ -106,7 +114,8 @@ def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
     if path.suffix.lower() == ".zst":
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw))
+        # Unlike zstandard's reader, this one takes several frames and notices a file that was cut short.
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
     return raw
 
 

@@ -31,7 +31,8 @@ def write_all(folder: Path) -> dict[str, Path]:
     (folder / "list.json").write_text(json.dumps(RECORDS), "utf-8")
     (folder / "lines.json").write_text(LINES, "utf-8")
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
-    (folder / "packed.jsonl.zst").write_bytes(zstandard.compress(LINES.encode()))
+    frames = [zstandard.compress(line.encode()) for line in LINES.splitlines(keepends=True)]
+    (folder / "packed.jsonl.zst").write_bytes(b"".join(frames))
     pq.write_table(pa.Table.from_pylist(RECORDS), folder / "table.parquet")
     return {path.name: path for path in folder.iterdir()}
 
@@ -84,6 +85,16 @@ def test_missing_or_empty_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
         list(read_chats(str(tmp_path / "x.json")))
+
+
+@pytest.mark.parametrize("name", ["packed.jsonl.gz", "packed.jsonl.zst", "table.parquet"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    path = write_all(tmp_path)[name]
+    whole = path.read_bytes()
+    for damaged in (b"not at all", whole[:12] + bytes(99) + whole[12:], whole[:-5]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            list(read_chats(str(path)))
 
 
 def test_a_data_set_that_cannot_be_reached_is_one_clear_error() -> None:
