@@ -46,7 +46,7 @@ def normalise(record: Any, *, to_answer: bool = False) -> tuple[list[dict[str, A
     "reasoning_content", "tool_calls" (arguments as objects), "tool_call_id", "name", "supervised".
     With `to_answer`, a chat that ends with a question (or tool result) gets an empty assistant turn: the
     place of the answer. Raise ChatError when the record has neither form, an unknown role, content that is
-    not text, or no assistant turn.
+    not text or not valid Unicode, or no assistant turn.
     """
     if not isinstance(record, dict):
         raise ChatError("not an object", f"a record must be a JSON object, this is a {type(record).__name__}")
@@ -58,7 +58,9 @@ def normalise(record: Any, *, to_answer: bool = False) -> tuple[list[dict[str, A
         messages.append({"role": "assistant", "content": ""})
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("no assistant turn", f"roles are {[message['role'] for message in messages]}")
-    return messages, _tools(record)
+    tools = _tools(record)
+    _check_unicode([messages, tools])
+    return messages, tools
 
 
 def record_id(record: dict[str, Any], messages: list[dict[str, Any]]) -> str:
@@ -66,9 +68,18 @@ def record_id(record: dict[str, Any], messages: list[dict[str, Any]]) -> str:
     for key in ("id", "sample_id", "uuid", "conversation_id"):
         value = record.get(key)
         if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
+            _check_unicode(value)
             return str(value)
     text = json.dumps([messages, _tools(record)], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _check_unicode(value: Any) -> None:
+    """JSON can spell half of a surrogate pair ("\\ud83d"), which no tokenizer takes and UTF-8 cannot hold."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ChatError("not valid Unicode", str(error)) from None
 
 
 def _turns(record: dict[str, Any]) -> list[Any]:

@@ -74,6 +74,8 @@ def test_tool_calls_become_objects() -> None:
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {}}]}]}, "bad tool call"),
         ({"messages": [QUESTION, ANSWER], "tools": "{"}, "bad JSON"),
         ({"messages": [QUESTION, ANSWER], "tools": ["x"]}, "bad tools"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "half a pair: \ud83d"}]}, "not valid Unicode"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "\ud83d"}]}, "not valid Unicode"),
     ],
 )
 def test_unusable_records_say_why(record: Any, reason: str) -> None:
@@ -87,5 +89,7 @@ def test_a_chat_is_named_by_its_id_or_its_content() -> None:
     messages, _ = normalise(record)
     assert record_id({**record, "id": 7}, messages) == "7"
     name = record_id(record, messages)
+    with pytest.raises(ChatError, match="not valid Unicode"):
+        record_id({**record, "id": "\ud83d"}, messages)
     assert len(name) == 32 and name == record_id({**record, "source": "elsewhere"}, messages)
     assert name != record_id(record, [QUESTION, {**ANSWER, "content": "bye"}])
