@@ -148,8 +148,15 @@ def _new_connection(config: StoreConfig, process: int, variables: str) -> _Conne
             # What is read is checked against the digests in the commit records, range reads too.
             response_checksum_validation="when_required",
         )
-        with _translated(None, "opening the store"):
-            return session.client("s3", region_name=region, config=settings)
+        try:
+            with _translated(None, "opening the store"):
+                return session.client("s3", region_name=region, config=settings)
+        except StoreError:
+            raise
+        except ValueError:  # its text shows the address, which may hold a password
+            raise StoreError(
+                "opening the store: AWS_ENDPOINT_URL is no address; write http:// or https:// in front of it"
+            ) from None
 
     ours = {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & os.environ.keys()
     style = "path" if ours else "auto"

@@ -175,6 +175,13 @@ def test_no_server_is_said_at_once(s3_uri: str, monkeypatch: pytest.MonkeyPatch)
         open_store(s3_uri)
 
 
+def test_endpoint_without_a_scheme(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "someone:hidden-word@localhost:8333")
+    with pytest.raises(StoreError, match="write http:// or https:// in front") as caught:
+        open_store(s3_uri)
+    assert "hidden-word" not in str(caught.value)
+
+
 def test_missing_bucket(s3_uri: str) -> None:
     with pytest.raises(StoreError, match="bucket does not exist"):
         open_store("s3://no-such-bucket/x", SMALL_PARTS).put_bytes("k", b"x")
