@@ -15,7 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset
-from storage.dataset_spec import SPEC_KEY
+from storage.dataset_spec import PLAN_KEY, SPEC_KEY
 from storage.manifest import total_error
 from storage.objects import ObjectInfo, ObjectNotFound, Store, open_store
 from storage.verify import Depth, ShardFinding, damaged_inputs, orphans, restore_scales, verify_dataset
@@ -51,7 +51,7 @@ class Look(StrEnum):
 def list_shards(uri: Address, as_json: AsJson = False) -> None:
     """List the shards of a data set, or the data sets of a store."""
     store = open_store(uri)
-    if not _is_dataset(store) and len(found := _datasets_in(store)) > 1:
+    if not _holds(store, SPEC_KEY) and len(found := _datasets_in(store)) > 1:
         rows = [_dataset_row(dataset) for dataset in found]
     else:
         rows = _shard_rows(open_dataset(uri))
@@ -206,17 +206,18 @@ def _remove_leftovers(dataset: Dataset, older_than: float, dry_run: bool) -> lis
 # What there is.
 
 
-def _is_dataset(store: Store) -> bool:
+def _holds(store: Store, key: str) -> bool:
     try:
-        store.head(SPEC_KEY)
+        store.head(key)
     except ObjectNotFound:
         return False
     return True
 
 
 def _datasets_in(store: Store) -> list[Dataset]:
+    """Open what lies in a store, but nothing whose creation did not finish."""
     children = (store.child(folder) for folder in store.folders())
-    return [open_dataset(child.uri) for child in children if _is_dataset(child)]
+    return [open_dataset(child.uri) for child in children if _holds(child, PLAN_KEY)]
 
 
 def _dataset_row(dataset: Dataset) -> dict[str, Any]:

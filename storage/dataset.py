@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from dflash_core.configuration import UserError
 from dflash_core.records import Sample
 from storage.codec import parse_codec
 from storage.dataset_spec import (
@@ -40,7 +41,7 @@ from storage.dataset_spec import (
 )
 from storage.index import Index, read_index
 from storage.manifest import manifest_of, record_bytes, total_error
-from storage.objects import ObjectExists, ObjectNotFound, Store, open_store
+from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError, open_store
 from storage.planning import read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
 
@@ -361,17 +362,28 @@ def create_dataset(
 
     Memory is bounded by a few shards' tokens; a killed creation is finished by the same call.
     A finished one is returned without reading the stream.
-    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written.
+    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. After any
+    UserError of the stream's nothing stays of a data set that this call began.
     """
     root = store.child(dataset_folder(name, spec))
     written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
+    began = True
     try:
         root.put_bytes(SPEC_KEY, json.dumps(written, indent=1, sort_keys=True).encode())
     except ObjectExists:
         _check_same_spec(root, spec)
+        began = False
     dataset = Dataset(root, spec)
     if not dataset._exists(PLAN_KEY):
-        write_plan(root, spec, samples, scratch_dir)
+        try:
+            write_plan(root, spec, samples, scratch_dir)
+        except StoreError:
+            raise  # the samples are sound: the same call goes on from here
+        except UserError:
+            if began:
+                for info in list(root.list("")):
+                    root.delete(info.key)
+            raise
     return dataset
 
 
@@ -399,15 +411,15 @@ def _only_dataset_in(store: Store) -> Store:
     for folder in store.folders():
         child = store.child(folder)
         try:
-            child.head(SPEC_KEY)
+            child.head(PLAN_KEY)  # without one its creation did not finish
         except ObjectNotFound:
             continue
         found.append(child)
     if len(found) == 1:
         return found[0]
-    what = (
-        f"several data sets, say which: {_some([child.uri for child in found])}" if found else "no data set"
-    )
+    what = f"several data sets, say which: {_some([child.uri for child in found])}"
+    if not found:
+        what = "no data set whose creation finished"
     raise DatasetError(f"{store.uri} holds {what}")
 
 

@@ -58,6 +58,8 @@ def test_list_and_show(dataset: Dataset) -> None:
 def test_list_of_a_store_with_several(tmp_path: Path) -> None:
     first = made_dataset(tmp_path, made_spec(), made_samples(5))
     made_dataset(tmp_path, made_spec("lossless"), made_samples(5))
+    unfinished = made_dataset(tmp_path, made_spec("fp8"), made_samples(5))
+    unfinished.store.delete("plan.json")
     write_missing(first)
     rows = call_json("list", str(tmp_path))
     assert {(row["codec"], row["sealed"]) for row in rows} == {("tolerance=0.1", True), ("lossless", False)}

@@ -106,9 +106,23 @@ def test_an_id_that_is_no_text(tmp_path: Path) -> None:
         create_dataset(open_store(tmp_path), "made", made_spec(), [bad])
 
 
-def test_no_samples(tmp_path: Path) -> None:
+def test_samples_that_cannot_be_used_leave_nothing(root: Store) -> None:
     with pytest.raises(DatasetError, match="empty"):
-        create_dataset(open_store(tmp_path), "made", made_spec(), [])
+        create_dataset(root, "made", made_spec(), [])
+    samples = made_samples(40)
+    with pytest.raises(DatasetError, match="two samples"):
+        create_dataset(root, "made", made_spec(), [*samples, samples[0]])
+    assert not list(root.list(""))
+
+
+def test_a_refused_stream_takes_nothing_of_what_was_there(root: Store) -> None:
+    samples = made_samples(40)
+    with pytest.raises(AttributeError):
+        create_dataset(root, "made", made_spec(), [*samples[:30], None])  # type: ignore[list-item]
+    before = contents(root)
+    with pytest.raises(DatasetError, match="two samples"):
+        create_dataset(root, "made", made_spec(), [samples[0], samples[0]])
+    assert contents(root) == before
 
 
 def test_another_configuration_is_refused_by_name(root: Store) -> None:
@@ -126,6 +140,8 @@ def test_open_finds_the_only_one(root: Store) -> None:
     with pytest.raises(DatasetError, match="no data set"):
         open_dataset(root.uri)
     first = made_dataset(root, made_spec(), made_samples(5))
+    unfinished = made_dataset(root, made_spec("fp8"), made_samples(5))
+    unfinished.store.delete("plan.json")
     assert open_dataset(root.uri).uri == first.uri
     made_dataset(root, made_spec("lossless"), made_samples(5))
     with pytest.raises(DatasetError, match="several"):
