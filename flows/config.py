@@ -67,6 +67,9 @@ class ExtractConfig(Config):
     """Take only this many chats."""
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """The run fails when a larger share of the chats cannot be used at all."""
+    duplicate_ids: Literal["error", "drop"] = "drop"
+    """What to do with a second chat of the same id: "drop" keeps the first and says how many went, "error"
+    ends the run. A chat without an id has its content for one."""
     chat: ChatConfig = ChatConfig()
     """How chats become tokens."""
     target: TargetConfig
@@ -200,7 +203,9 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
     if not path.is_file():
         raise UserError(f"no configuration at {path}")
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}): save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):

@@ -60,9 +60,16 @@ class ChatTally:
 
 
 def encode_chats(
-    config: ExtractConfig, encoder: ChatEncoder, sources: Sequence[str], tally: ChatTally
+    config: ExtractConfig,
+    encoder: ChatEncoder,
+    sources: Sequence[str],
+    tally: ChatTally,
+    mask_token_id: int | None,
 ) -> Iterator[Sample]:
-    """Turn chats into samples one by one. Raises UserError when too many records are bad."""
+    """Turn chats into samples one by one. Raises UserError when too many records are bad.
+
+    A chat that holds the mask token is bad: the drafter could not tell its text from what it is to fill in.
+    """
     for source in sources:
         for record, where in read_chats(source):
             if tally.read == config.limit:
@@ -71,7 +78,10 @@ def encode_chats(
             try:
                 if isinstance(record, UnreadableRecord):
                     raise ChatError("unreadable", record.error)
-                yield encoder.encode(record)
+                sample = encoder.encode(record)
+                if mask_token_id is not None and (sample.token_ids_T == mask_token_id).any():
+                    raise ChatError("holds the mask token", f"token {mask_token_id}")
+                yield sample
                 tally.kept += 1
             except ChatError as error:
                 if error.unusable:
@@ -97,6 +107,7 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
         codec=config.codec,
         input_sha256=input_fingerprint(sources),
         chat={**config.chat.model_dump(mode="json"), "limit": config.limit},
+        duplicate_ids=config.duplicate_ids,
         shard_tokens=config.shard_tokens,
         row_group_bytes=config.row_group_bytes,
     )
@@ -107,10 +118,12 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
     except DatasetError:
         tally = ChatTally()
         encoder = ChatEncoder(load_tokenizer(config.target.path, config.target.revision), config.chat)
-        samples = encode_chats(config, encoder, sources, tally)
+        samples = encode_chats(config, encoder, sources, tally, target.mask_token_id)
         dataset = create_dataset(store, config.name, spec, samples)
         log.info("%s", tally.sentence())
     plan = dataset.plan
+    if plan.duplicates_dropped:
+        log.warning("%d chats had the id of an earlier one and were dropped", plan.duplicates_dropped)
     log.info(
         "data set %s: %d samples, %d tokens (%d supervised) in %d shards",
         *(dataset.uri, plan.samples, plan.tokens, plan.supervised, len(plan.shards)),

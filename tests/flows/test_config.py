@@ -47,6 +47,13 @@ def test_what_is_odd_is_refused_by_name(tmp_path: Path, text: str, words: str) -
     assert str(path) in str(caught.value)
 
 
+def test_a_file_in_another_encoding_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes((GOOD + "name: caf\u00e9\n").encode("latin-1"))
+    with pytest.raises(UserError, match=r"run\.yaml is not UTF-8"):
+        load_config(ExtractConfig, path)
+
+
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no configuration at .*absent\.yaml"):
         load_config(ExtractConfig, tmp_path / "absent.yaml")

@@ -109,12 +109,19 @@ def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig)
     assert dataset.missing() == list(range(1, len(dataset.plan.shards)))
 
 
+def answered(text: str) -> str:
+    """A chat as a line of JSON."""
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": text}]
+    return json.dumps({"messages": turns})
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
         (["{", "[]"], r"2 of 20 chats cannot be used.*\n.*:19: .*not JSON.*\n.*:20"),
         ([json.dumps({"messages": [{"role": "user", "content": "no answer"}]})] * 2, "2 of 20 chats cannot"),
         ([json.dumps({"messages": [{"role": "ruler", "content": "hm"}]})] * 2, "ruler"),
+        ([answered("half a pair: \ud83d")] * 2, "not valid Unicode"),
     ],
 )
 def test_bad_chats_end_the_run_and_leave_no_data_set(
@@ -124,9 +131,26 @@ def test_bad_chats_end_the_run_and_leave_no_data_set(
     spoilt.write_text(chats.read_text() + "\n".join(bad) + "\n")
     with pytest.raises(UserError, match=words):
         plan_dataset(extract_config(chats=[str(spoilt)]))
-    assert not list((tmp_path / "store").rglob("plan.json"))
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     dataset = plan_dataset(extract_config(chats=[str(spoilt)], max_bad_fraction=0.2))
     assert dataset.plan.samples == 18
+
+
+def test_a_chat_that_holds_the_mask_token_is_bad(extract_config: MakeConfig) -> None:
+    target = {**extract_config().target.model_dump(), "mask_token": "<|im_end|>"}
+    with pytest.raises(UserError, match="holds the mask token"):
+        plan_dataset(extract_config(target=target))
+
+
+def test_a_second_chat_of_the_same_id_is_dropped_and_said(
+    extract_config: MakeConfig, chats: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    twice = [str(chats), str(chats)]
+    dataset = plan_dataset(extract_config(chats=twice))
+    assert (dataset.plan.samples, dataset.plan.duplicates_dropped) == (18, 18)
+    assert "18 chats had the id of an earlier one and were dropped" in caplog.text
+    with pytest.raises(DatasetError, match="duplicate_ids: drop"):
+        plan_dataset(extract_config(chats=twice, duplicate_ids="error"))
 
 
 def test_whatever_changes_the_content_changes_the_data_set(extract_config: MakeConfig) -> None:
