@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError
@@ -21,12 +21,14 @@ from storage.compile_session import CompileCacheConfig
 from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
+Device = Annotated[str, BeforeValidator(str)]
+"""GPU numbers; YAML makes them integers unless they are quoted."""
 
 
 class WorkersConfig(Config):
     """The worker processes of one host: which devices, and when one is given up."""
 
-    slots: tuple[str, ...] = ()
+    slots: tuple[Device, ...] = ()
     """One worker each: GPU numbers ("0"), groups for a target that is spread over several ("0,1"), or "cpu".
     Empty: one for each visible GPU, or one on the CPU."""
     attempts: Annotated[int, Field(ge=1)] = 3
@@ -124,26 +126,29 @@ class DrafterShape(Config):
                 f"target {target.name} has no default mask token: set drafter.mask_token_id to the id of a "
                 "token that chats never hold"
             )
-        taps = self.tap_layer_ids or capture.tap_layer_ids
+        taps = capture.tap_layer_ids if self.tap_layer_ids is None else self.tap_layer_ids
         if absent := sorted(set(taps) - set(capture.tap_layer_ids)):
             raise UserError(
                 f"drafter.tap_layer_ids names layers {absent}, which the data set does not hold; it has "
                 f"{list(capture.tap_layer_ids)}"
             )
-        return DrafterConfig(
-            hidden_size=target.hidden_size,
-            rope_theta=target.rope_theta,
-            vocab_size=target.vocab_size,
-            target_num_layers=target.num_layers,
-            tap_convention=capture.tap_convention,
-            **{**self.model_dump(), "tap_layer_ids": taps, "mask_token_id": mask_token_id},
-        )
+        values = {
+            **self.model_dump(),
+            "hidden_size": target.hidden_size,
+            "rope_theta": target.rope_theta,
+            "vocab_size": target.vocab_size,
+            "target_num_layers": target.num_layers,
+            "tap_convention": capture.tap_convention,
+            "tap_layer_ids": taps,
+            "mask_token_id": mask_token_id,
+        }
+        return parse_config(DrafterConfig, values, "drafter")
 
 
 class EvaluationStep(Config):
     """Real speculative decoding with the drafter at the end of training."""
 
-    prompts: dict[str, str]
+    prompts: Annotated[dict[str, str], Field(min_length=1)]
     """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     prompts_per_family: Annotated[int, Field(ge=1)] = 16
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
@@ -185,7 +190,7 @@ class TrainConfig(Config):
     """How to train it."""
     overfit: OverfitGate | None = None
     """Set to have one sample overfitted first, until whole blocks are accepted."""
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[Device, ...] = ()
     """One rank each, e.g. 5, 6, 7. Empty: every visible GPU, or `cpu_ranks` ranks on the CPU."""
     cpu_ranks: Annotated[int, Field(ge=1)] = 1
     """Ranks where no GPU is used."""
@@ -228,10 +233,6 @@ def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> A
 def dump_config(config: Config) -> str:
     """Return a configuration as YAML, every default written out, in the order of its fields."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
-
-
-def _place(fault: Any) -> str:
-    return ".".join(map(str, fault["loc"])) or "the whole"
 
 
 def _plain(fault: Any) -> str:
