@@ -43,7 +43,9 @@ def write_demo_target(folder: Path) -> Path:
 def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the demo has bars of its own
     model = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=GGUF_NAME,
