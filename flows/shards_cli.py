@@ -31,9 +31,6 @@ Address = Annotated[str, typer.Argument(metavar="URI", help="Data set: a folder,
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Threads = Annotated[int, typer.Option(min=1, help="Shards checked at a time.")]
 
-_LIVING_SECONDS = 24 * 3600.0
-"""What is younger than this may belong to a worker that still runs."""
-
 
 _ONLY_JSON = {"supervised", "row_groups", "object"}
 """Columns of `list` that a terminal has no room for."""
