@@ -18,9 +18,12 @@ from uuid import UUID
 import httpx
 import pytest
 
-from flows.config import ExtractConfig
+from flows.config import ExtractConfig, TrainConfig
 from flows.ranks import descendants
+from flows.train_steps import read_metrics
+from storage.checkpoints import Checkpoints
 from storage.dataset import open_dataset
+from storage.objects import open_store
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
@@ -82,19 +85,29 @@ class Up:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def start(self, config: ExtractConfig, name: str) -> UUID:
-        """Start an extraction by the literal command; return the id of its run."""
+    def start(self, config: ExtractConfig | TrainConfig, name: str) -> UUID:
+        """Start a run of a deployment by the literal command; return its id."""
+        deployment = "extract-hidden-states" if isinstance(config, ExtractConfig) else "train-drafter"
         params = json.dumps({"config": config.model_dump(mode="json")})
-        command = ["deployment", "run", "extract-hidden-states", "--params", params, "--flow-run-name", name]
-        self.prefect(*command)
+        self.prefect("deployment", "run", deployment, "--params", params, "--flow-run-name", name)
         runs = httpx.post(
             f"{self.api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}
         ).json()
         return UUID(runs[0]["id"])
 
-    def workers(self) -> list[int]:
-        """Process ids of the workers that capture for this server."""
-        return [pid for pid in descendants(self.process.pid) if "flows.extract_worker" in command_of(pid)]
+    def cancel(self, run: UUID) -> None:
+        """Do what the UI's button does."""
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        self.ask.post(f"/flow_runs/{run}/set_state", json={"state": state}).raise_for_status()
+
+    def log_of(self, run: UUID) -> str:
+        """What the UI shows under Logs."""
+        query = {"logs": {"flow_run_id": {"any_": [str(run)]}}, "limit": 200}
+        return "\n".join(row["message"] for row in self.ask.post("/logs/filter", json=query).json())
+
+    def workers(self, module: str = "flows.extract_worker") -> list[int]:
+        """Process ids of the workers (or ranks) that work for this server."""
+        return [pid for pid in descendants(self.process.pid) if f"-m {module}" in command_of(pid)]
 
     def run(self, run: UUID) -> dict[str, Any]:
         return self.ask.get(f"/flow_runs/{run}").json()
@@ -180,6 +193,31 @@ def busy_workers(up: Up, run: UUID) -> list[int]:
 
 def await_end(pids: list[int]) -> None:
     wait_for(f"the end of {pids}", lambda: True if not any(command_of(pid) for pid in pids) else None, 30)
+
+
+def test_cancelled_training_ends_its_ranks_and_goes_on_where_it_was(
+    up: Up, train_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    training = {**train_config().training.model_dump(), "epochs": 2000, "checkpoint_every": 10_000}
+    config = train_config(training=training, cpu_ranks=2)
+
+    def cancel_after(steps: int, run: UUID) -> int:
+        """Cancel between two checkpoints; return the step that was written down on the way out."""
+        wait_for(f"step {steps}", lambda: len(read_metrics(output)) > steps or None)
+        ranks = up.workers("flows.train_worker")
+        assert len(ranks) > 2  # torchrun and two ranks
+        up.cancel(run)
+        await_end(ranks)
+        up.await_state(run, "CANCELLED")
+        return Checkpoints(open_store(str(output)), {}, keep=1).steps()[-1]
+
+    done = cancel_after(5, up.start(config, "training-to-be-cancelled"))
+    again = up.start(config, "training-to-be-continued")
+    assert cancel_after(done + 5, again) > done + 5
+    assert f"continuing after optimizer step {done}," in up.log_of(again)
+    steps = [row["step"] for row in read_metrics(output)]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig) -> None:
