@@ -2,13 +2,17 @@
 JSON.
 
 python benchmarks/train_step.py --settings 27B,8B --steps 10
+python benchmarks/train_step.py --settings 27B --brief --ranks 2 --variants fp8,checkpoint_layers,kl,muon
 
 Each setting runs in processes of its own: first with an empty compile cache (cold), then with the cache that
-this left (warm). "27B": width 5120, MLP 17408, vocabulary 248320, blocks of 32, 1008 anchors, 49152 context
-tokens (24 documents of 2048). "8B": 4096 / 12288 / 151936, blocks of 16, 2048 anchors, 12288 context tokens
-(4 documents of 3072). Five draft layers, five taps, random data, every token supervised; forward, backward,
-clipping and fused AdamW, as `dflash_core.training` runs them. FLOPs: 6 x body x queries + 6 x (fc + context
-keys/values) x context tokens + 4 x head x queries (attention is not counted).
+this left (warm), then on several GPUs and in variants, whose loss is that of the same steps on the same row.
+What has been measured is printed as one line at once.
+
+"27B": width 5120, MLP 17408, vocabulary 248320, blocks of 32, 1008 anchors, 49152 context tokens (24
+documents of 2048). "8B": 4096 / 12288 / 151936, blocks of 16, 2048 anchors, 12288 context tokens (4 documents
+of 3072). Five draft layers, five taps, random data, every token supervised; forward, backward, clipping and
+fused AdamW, as `dflash_core.training` runs them. FLOPs: 6 x body x queries + 6 x (fc + context keys/values) x
+context tokens + 4 x head x queries (attention is not counted).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +38,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import dflash_core.draft_layers as layers_room
 from dflash_core.compile_watch import Watch
 from dflash_core.distributed import World, join_world, leave_world
 from dflash_core.drafter import Drafter, DrafterConfig
@@ -43,6 +47,7 @@ from dflash_core.packing import pack_tokens
 from dflash_core.records import Sample
 from dflash_core.row_batch import prepare_row
 from dflash_core.training import Trainer, TrainingConfig, TrainingRow
+from flows.launch import visible_gpus
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "27B": {
@@ -97,14 +102,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "checkpoint": {"checkpoint": True},
-    "autotune": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}},
-    "fp8": {"training": {"layer_products": "fp8"}},
-    "flex-tma": {"flex": {"USE_TMA": True}},
+    "fp8": {"layer_products": "fp8"},
+    "checkpoint_layers": {"checkpoint_layers": True},
+    "kl": {"loss": {"kl_weight": 0.5}},
+    "muon": {"optimizer": {"name": "muon"}},
 }
-"""Ways to compile the regions; "plain" is what training does."""
+"""What differs from the default training configuration."""
 
 KERNEL_GROUPS = {
+    "communication": ("nccl",),
     "attention": ("flex_attention", "sdpa", "fmha"),
     "cross_entropy": ("_exponentiate", "_gather_scaled"),
     "optimizer": ("_adamw", "FusedAdam", "fused_adam", "multi_tensor"),
@@ -121,11 +127,9 @@ def build(
     cuda = device.type == "cuda"
     config = DrafterConfig(**({"num_heads": 32, "num_kv_heads": 8, "num_layers": 5} | setting["drafter"]))
     row_tokens = setting["documents"] * setting["document_tokens"]
-    training = TrainingConfig(
-        row_tokens=row_tokens,
-        anchors_per_row=setting["anchors"],
-        loss={"gamma": 10.0, "chunk_slots": chunk_slots},  # type: ignore[arg-type]
-        **variant.get("training", {}),
+    loss = {"gamma": 10.0, "chunk_slots": chunk_slots, **variant.get("loss", {})}
+    training = TrainingConfig.model_validate(
+        {**variant, "row_tokens": row_tokens, "anchors_per_row": setting["anchors"], "loss": loss}
     )
     with torch.device(device):
         drafter = Drafter(config)
@@ -134,10 +138,9 @@ def build(
         for p in drafter.parameters():
             if p.ndim == 2:
                 p.normal_(0.0, 0.02, generator=generator)
-    checkpoint = variant.get("checkpoint", False)
     if cuda:
-        drafter.compile_regions(checkpoint_layers=checkpoint, options=variant.get("options"))
-    elif checkpoint:
+        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
+    elif training.checkpoint_layers:
         drafter.checkpoint_layers()
     shape = (config.vocab_size, config.hidden_size)
     embedding, head = (
@@ -160,7 +163,10 @@ def build(
     batch = prepare(epoch=0)
     loader_ms = 1000 * (time.perf_counter() - started)
     width = len(config.tap_layer_ids) * config.hidden_size
-    taps = torch.empty(row_tokens, width, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    taps, last_hidden = (
+        torch.empty(row_tokens, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        for columns in (width, config.hidden_size if training.loss.kl_weight else 0)
+    )
     facts = {
         "scored_slots": batch.count,
         "blocks": batch.num_blocks,
@@ -169,7 +175,8 @@ def build(
         "flops": row_flops(config, row_tokens, setting["anchors"] * config.block_size),
         "loader_ms_per_row": round(loader_ms, 1),
     }
-    return trainer, TrainingRow(batch=batch.to(device), taps_CE=taps), facts
+    row = TrainingRow(batch=batch.to(device), taps_CE=taps, last_hidden_CD=last_hidden)
+    return trainer, row, facts
 
 
 def synchronise() -> None:
@@ -245,7 +252,10 @@ def part_times(trainer: Trainer, row: TrainingRow, repeats: int) -> dict[str, fl
 
 
 def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
-    """Milliseconds on the device by group of kernels and the longest kernels, over one call of `work`."""
+    """Milliseconds on the device by group of kernels and the longest kernels, over one call of `work`.
+
+    "idle": the device runs nothing; "exposed_communication": it runs kernels of NCCL alone.
+    """
     if not torch.cuda.is_available():
         return {}
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -254,11 +264,16 @@ def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
         synchronise()
     groups: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
+    spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for event in profile.events():
-        annotation = event.name.startswith(("Optimizer", "## Call"))
+        annotation = event.name.startswith(("Optimizer", "## Call", "nccl:"))
         if event.device_type != torch.autograd.DeviceType.CUDA or annotation:
             continue
         kernels[event.name].append(event.device_time / 1000)
+        spans["nccl" in event.name].append((event.time_range.start / 1000, event.time_range.end / 1000))
+    everything = spans[False] + spans[True]
+    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    busy, without_communication = covered(everything), covered(spans[False])
     for name, times in kernels.items():
         group = next(
             (g for g, parts in KERNEL_GROUPS.items() if any(p in name for p in parts)), "fused elementwise"
@@ -271,12 +286,24 @@ def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
         if e.key.startswith("aten::") and e.key not in ("aten::mm", "aten::addmm")
     ]
     return {
+        "whole_ms": round(whole, 2),
+        "idle_ms": round(whole - busy, 2),
+        "exposed_communication_ms": round(busy - without_communication, 2),
         "uncompiled_ops": sorted(outside, key=lambda op: -op["ms"])[:12],
         "groups_ms": {name: round(ms, 2) for name, ms in sorted(groups.items(), key=lambda g: -g[1])},
         "kernels": [
             {"name": name[:110], "calls": len(times), "ms": round(sum(times), 2)} for name, times in longest
         ],
     }
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def measure(
@@ -303,45 +330,38 @@ def measure(
 
 def child(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process: build, first step, and what was asked for."""
-    variant = VARIANTS[arguments.variant]
-    if "flex" in variant:
-        tuned = partial(layers_room.flex_attention, kernel_options=variant["flex"])
-        layers_room.flex_attention = tuned  # type: ignore[assignment]
     setting = SETTINGS[arguments.setting]
     chunks = [int(c) for c in arguments.chunks.split(",")]
     world = join_world()
     watch = Watch.from_environment().start()
-    trainer, row, facts = build(setting, chunks[0], variant, world)
+    trainer, row, facts = build(setting, chunks[0], VARIANTS[arguments.variant], world)
     synchronise()
     started = time.perf_counter()
     trainer.step([row], 1)
     synchronise()
-    first = time.perf_counter() - started
-    if world.size > 1:
-        rates = measure(trainer, row, facts, arguments.steps, arguments.ceiling or float("nan"))
-        profile = kernel_times(lambda: trainer.step([row], 1), 10)
-        leave_world(world)
-        return {"rank": world.rank, "first_step_s": round(first, 2), **rates, "profile": profile}
+    found: dict[str, Any] = {"rank": world.rank, "first_step_s": round(time.perf_counter() - started, 2)}
     if arguments.only_first:
-        return {"first_step_s": round(first, 2), "compile": _compiled(watch)}
+        return found | {"compile": _compiled(watch)}
+    first, _ = trainer.summary()
     ceiling = arguments.ceiling or ceiling_tflops()
-    found: dict[str, Any] = {
-        "facts": facts,
-        "first_step_s": round(first, 2),
-        "ceiling_tflops": round(ceiling, 1),
-    }
+    found |= {"facts": facts, "ceiling_tflops": round(ceiling, 1), "by_chunk_slots": {}}
     watch.forbid("error")
     for chunk in chunks:
         loss = trainer.config.loss.model_copy(update={"chunk_slots": chunk})
         trainer.config = trainer.config.model_copy(update={"loss": loss})
-        found.setdefault("by_chunk_slots", {})[chunk] = measure(trainer, row, facts, arguments.steps, ceiling)
-    summary, norm = trainer.summary()
-    found["loss"], found["gradient_norm"] = round(summary.loss, 4), round(norm, 5)
-    found["parts_ms"] = part_times(trainer, row, 3)
+        found["by_chunk_slots"][chunk] = measure(trainer, row, facts, arguments.steps, ceiling)
+    trainer.summary()
+    trainer.step([row], 1)
+    last, norm = trainer.summary()
+    found["loss"] = {1: round(first.loss, 4), trainer.optimizer_step: round(last.loss, 4)}
+    found["gradient_norm"] = round(norm, 5)
     found["profile"] = kernel_times(lambda: trainer.step([row], 1), arguments.top)
     found["compile"] = _compiled(watch)
-    if arguments.variant == "plain" and torch.cuda.is_available():
-        found["cross_entropy_kernel_ms"] = kernel_shapes(setting["drafter"]["vocab_size"])
+    if not arguments.brief and world.size == 1:
+        found["parts_ms"] = part_times(trainer, row, 3)
+        if arguments.variant == "plain" and torch.cuda.is_available():
+            found["cross_entropy_kernel_ms"] = kernel_shapes(setting["drafter"]["vocab_size"])
+    leave_world(world)
     return found
 
 
@@ -375,27 +395,50 @@ def _compiled(watch: Watch) -> dict[str, Any]:
 def run_child(
     arguments: argparse.Namespace, setting: str, cache: str, *extra: str, ranks: int = 1
 ) -> dict[str, Any]:
-    """Run one measurement in a fresh process (or `ranks` of them, each with a row of its own); rank 0's
-    result.
+    """Run one measurement in a fresh process (or `ranks` of them, each with a row and a GPU of its own); rank
+    0's result.
     """
-    python = [sys.executable]
-    if ranks > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        python += ["--virtual-local-rank"] if torch.cuda.is_available() else []
-    command = [*python, __file__, "--child", "--setting", setting, "--steps", str(arguments.steps)]
+    command = [sys.executable, __file__, "--child", "--setting", setting, "--steps", str(arguments.steps)]
     command += ["--chunks", arguments.chunks, "--top", str(arguments.top), *extra]
+    command += ["--brief"] if arguments.brief else []
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": f"{cache}/triton",
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"failed": done.stderr[-3000:]}
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    tuned = [line for line in done.stderr.splitlines() if "flex_attention" in line]
-    return found | ({"tuning_log": tuned[:60]} if tuned else {})
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+        probe.close()
+        processes = []
+        for rank in range(ranks):
+            own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            if ranks > 1 and torch.cuda.is_available():
+                own["CUDA_VISIBLE_DEVICES"] = visible_gpus(str(rank))[0]
+            with Path(folder, f"{rank}.out").open("w") as out, Path(folder, f"{rank}.err").open("w") as err:
+                settings = environment | {name: str(value) for name, value in own.items()}
+                processes.append(subprocess.Popen(command, env=settings, stdout=out, stderr=err))
+        ended = wait_for(processes, arguments.limit_s)
+        if not ended:
+            errors = [Path(folder, f"{rank}.err").read_text()[-1500:] for rank in range(ranks)]
+            return {"failed": [p.returncode for p in processes], "errors": errors}
+        return json.loads(Path(folder, "0.out").read_text().strip().splitlines()[-1])
+
+
+def wait_for(processes: list[subprocess.Popen[bytes]], limit_s: float) -> bool:
+    """Wait until all have ended well; at the first failure, or after `limit_s`, end the others and say
+    False.
+    """
+    deadline = time.monotonic() + limit_s
+    while any(p.poll() is None for p in processes):
+        if time.monotonic() > deadline or any(p.poll() for p in processes):
+            for p in processes:
+                p.kill()
+                p.wait()
+            return False
+        time.sleep(0.1)
+    return not any(p.returncode for p in processes)
 
 
 def main() -> None:
@@ -407,6 +450,9 @@ def main() -> None:
     parser.add_argument("--chunks", default="4096", help="slots of a head chunk; the first is warmed up with")
     parser.add_argument("--variants", default="", help=f"besides plain: {', '.join(VARIANTS)}")
     parser.add_argument("--ranks", default="", help="also on so many GPUs, e.g. 2,4")
+    parser.add_argument("--brief", action="store_true", help="step times and one profile, nothing else")
+    parser.add_argument("--cache", help="compile cache to use and to leave; an empty one unless given")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="most seconds of each process")
     parser.add_argument("--top", type=int, default=25, help="kernels to list")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
@@ -415,41 +461,45 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        result = child(arguments)
-        if result.get("rank", 0) == 0:
-            print(json.dumps(result))
+        print(json.dumps(child(arguments)))
         return
-    results: dict[str, Any] = {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(json.dumps({"torch": torch.__version__, "device": device}), flush=True)
     for setting in arguments.settings.split(","):
-        results[setting] = measure_setting(arguments, setting)
-    print(json.dumps(results, indent=1))
+        measure_setting(arguments, setting)
 
 
-def measure_setting(arguments: argparse.Namespace, setting: str) -> dict[str, Any]:
-    """All that was asked for of one setting; each part is printed as one line as soon as it is known."""
+def measure_setting(arguments: argparse.Namespace, setting: str) -> None:
+    """All that was asked for of one setting, one line a part.
+
+    "speed" is the plain step time by that of the part: on several GPUs the scaling efficiency.
+    """
+    plain: dict[str, Any] = {}
 
     def part(name: str, *extra: str, ranks: int = 1) -> dict[str, Any]:
-        measured = run_child(arguments, setting, cache, *extra, ranks=ranks)
-        print(json.dumps({"setting": setting, "part": name, **measured}), flush=True)
-        return measured
+        found = run_child(arguments, setting, cache, *extra, ranks=ranks)
+        if plain and "by_chunk_slots" in found:
+            found["speed"] = round(_step_ms(plain) / _step_ms(found), 4)
+        print(json.dumps({"setting": setting, "part": name, **found}), flush=True)
+        return found
 
-    with tempfile.TemporaryDirectory() as cache:
-        found = part("plain")
-        found["warm"] = part("warm", "--only-first")
-        alone = found.get("by_chunk_slots", {}).get(arguments.chunks.split(",")[0], {}).get("step_ms")
-        for ranks in (int(r) for r in arguments.ranks.split(",") if r):
-            several = part(f"{ranks} ranks", ranks=ranks)
-            if alone and "step_ms" in several:
-                several["efficiency"] = round(alone / several["step_ms"], 4)
-            found.setdefault("ranks", {})[ranks] = several
-        ceiling = str(found.get("ceiling_tflops", 0.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = arguments.cache or scratch
+        plain |= part("plain")
+        if "failed" in plain:
+            return
+        if not arguments.brief:
+            part("warm", "--only-first")
+        extra = ["--ceiling", str(plain["ceiling_tflops"])]
+        for ranks in (int(r) for r in arguments.ranks.split(",") if r not in ("", "1")):
+            part(f"{ranks} ranks", *extra, ranks=ranks)
         for variant in filter(None, arguments.variants.split(",")):
-            other = part(variant, "--variant", variant, "--ceiling", ceiling)
-            found.setdefault("variants", {})[variant] = other
-    return found
+            part(variant, "--variant", variant, *extra)
+
+
+def _step_ms(found: dict[str, Any]) -> float:
+    """Step time with the first of the chunk sizes."""
+    return float(next(iter(found["by_chunk_slots"].values()))["step_ms"])
 
 
 if __name__ == "__main__":

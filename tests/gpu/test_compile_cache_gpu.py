@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 DRAFTER = DrafterConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
@@ -40,7 +40,7 @@ def test_one_artifact_serves_wiped_machines_and_all_ranks(tmp_path: Path) -> Non
     cold = build_cache(DRAFTER, TRAINING, cache, gpus=["0"])
     assert cold["state"] == "cold" and cold["version"] is not None and not cold["nothing_compiled"]
     gpus = [str(number) for number in range(torch.cuda.device_count())]
-    for used in (gpus[:1], gpus):
+    for used in [gpus[:1]] + [gpus] * (len(gpus) > 1):
         shutil.rmtree(tmp_path / "root")
         warm = build_cache(DRAFTER, TRAINING, cache, gpus=used)
         assert (warm["state"], warm["version"]) == ("restored", cold["version"])
