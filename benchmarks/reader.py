@@ -2,16 +2,21 @@
 
 python benchmarks/reader.py --json
 python benchmarks/reader.py --device cuda --tokens 49152 --row-tokens 49152 --threads 1,2,4,8,16 --json
+python benchmarks/reader.py --device cuda --tokens 49152 --row-tokens 49152 --threads 8 --diagnose --json
 
 Writes a data set of random states with realistic statistics (by default five taps of 5120 channels, the
 shapes of a 27B target) to `--store`, a temporary folder unless given, then reads it over and over with each
-number of decoding threads. Reported for each codec and number of threads: tokens_s, encoded_MB_s,
-core_seconds_per_Mtoken (CPU time of the whole process, the pump and hashing included) and peak_rss_MB so
-far.
+number of decoding threads. The reader may hold half of the data set, so that every row is fetched and
+verified again. Reported for each codec and number of threads: tokens_s, encoded_MB_s, core_seconds_per_Mtoken
+(CPU time of the whole process, the pump and hashing included) and peak_rss_MB so far.
 
-On a GPU also: a loop of bf16 matrix products calibrated to last as long as a training step that eats
-`--pace` tokens a second, alone and with the reader feeding it one row a step; step_loss is the part of the
-speed that is lost.
+On a GPU also: a loop of bf16 matrix products calibrated to last as long as a training step that eats `--pace`
+tokens a second, alone, with the reader feeding it one row a step, and alone again; each turn takes `--steps`
+steps (half as many alone with `--diagnose`), timed on the GPU. step_loss is the part of the speed that is
+lost, step_loss_median the same by the median step; feed_ms is what asking for a row takes on the host.
+`--diagnose` measures parts of the reader in the same way: "host" fetches and decodes but leaves the GPU in
+peace, "copies" copies the same symbols to the GPU for every row, "arithmetic" only makes states of symbols that
+are there.
 """
 
 from __future__ import annotations
@@ -22,20 +27,28 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
 from synthetic import synthetic_states
+from torch import Tensor
 
+from dflash_core.packing import pack_tokens
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
 from storage.codec import Calibration, parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset
 from storage.objects import open_store
+from storage.pieces import DecodedPiece, RowEnd, Staging, pieces_of
 from storage.reader import ReaderConfig, RowReader
+from storage.rows import DeviceRow, DeviceStates
 from storage.writer import ShardWriter, WriterConfig
 
 DISTINCT = 4
@@ -97,14 +110,19 @@ def endless_rows(dataset: Dataset, row_tokens: int, rows: int) -> list[np.ndarra
     return list(samples.reshape(rows, -1))
 
 
-def reader_of(arguments: argparse.Namespace, dataset: Dataset, threads: int, rows: int) -> RowReader:
-    return RowReader(
+def reader_of(
+    arguments: argparse.Namespace, dataset: Dataset, threads: int, kind: type[RowReader] = RowReader
+) -> RowReader:
+    size = sum(record.size for record in dataset.records().values())
+    return kind(
         dataset,
         dataset.columns,
-        endless_rows(dataset, arguments.row_tokens, rows),
+        endless_rows(dataset, arguments.row_tokens, 1 << 16),
         row_tokens=arguments.row_tokens,
         device=arguments.device,
-        config=ReaderConfig(threads=threads, fetch_threads=arguments.fetch_threads),
+        config=ReaderConfig(
+            threads=threads, fetch_threads=arguments.fetch_threads, prefetch_bytes=min(1 << 30, size // 2)
+        ),
     )
 
 
@@ -117,7 +135,7 @@ def measure_speed(arguments: argparse.Namespace, dataset: Dataset, threads: int)
     """Read as fast as it goes for `--seconds`."""
     tokens = 0
     encoded = sum(record.size for record in dataset.records().values()) / dataset.plan.tokens
-    with reader_of(arguments, dataset, threads, 1 << 16) as reader:
+    with reader_of(arguments, dataset, threads) as reader:
         for _ in range(2):
             next(reader)
         wait(arguments.device)
@@ -153,42 +171,144 @@ class MatrixLoop:
         for _ in range(self.repeats):
             torch.mm(self.a, self.a, out=self.out)
 
-    def run(self, steps: int, reader: RowReader | None) -> float:
-        """Seconds for so many steps, the host never more than one step ahead."""
+    def run(self, steps: int, feed: Callable[[], Tensor] | None = None) -> Turn:
+        """Run so many steps, each with a row of `feed`; the host is never more than one step ahead."""
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        previous = None
+        marks, feed_s = [_mark()], 0.0
         for _ in range(steps):
-            if reader is not None:
-                _, states_CE = next(reader)
+            if feed is not None:
+                started = time.perf_counter()
+                states_CE = feed()
+                feed_s += time.perf_counter() - started
                 self.out[0, :64] = states_CE[0, :64]
             self.step()
-            done = torch.cuda.current_stream().record_event()
-            if previous is not None:
-                previous.synchronize()
-            previous = done
+            marks[-1].synchronize()
+            marks.append(_mark())
         torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return Turn([a.elapsed_time(b) for a, b in pairwise(marks)], 1e3 * feed_s / steps)
 
 
-def measure_loss(arguments: argparse.Namespace, dataset: Dataset, threads: int) -> dict[str, float]:
-    """What reading at the pace of training takes from the step; timed in turns, so that clocks agree."""
-    row_seconds = arguments.row_tokens / arguments.pace
-    loop = MatrixLoop(row_seconds)
-    steps = max(3, round(arguments.seconds / row_seconds))
-    alone = beside = 0.0
-    for _ in range(3):
-        alone += loop.run(steps, None)
-        with reader_of(arguments, dataset, threads, steps + 2) as reader:
-            for _ in range(2):
-                next(reader)
-            beside += loop.run(steps, reader)
-    return {
-        "step_loss": 1 - alone / beside,
-        "alone_step_ms": 1e3 * alone / steps / 3,
-        "beside_step_ms": 1e3 * beside / steps / 3,
-        "paced_tokens_s": arguments.row_tokens * steps * 3 / beside,
-    }
+class Turn(NamedTuple):
+    """What so many steps took."""
+
+    step_ms: list[float]
+    feed_ms: float
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True, blocking=True))
+
+
+class IdleRow(DeviceRow):
+    """Leaves the GPU alone."""
+
+    def write(self, decoded: DecodedPiece) -> None:
+        """Copy nothing."""
+
+    def states(self) -> Tensor:
+        return self._target.states_CE
+
+
+class HostReader(RowReader):
+    """Fetches and decodes, and stops there."""
+
+    row = IdleRow
+
+    def _new_memory(self) -> Sequence[DeviceRow]:
+        target = DeviceStates(self._shape)
+        return [self.row(self._shape, target) for _ in range(2)]
+
+
+class CopiedRow(DeviceRow):
+    """Makes no states."""
+
+    def states(self) -> Tensor:
+        self._copied.wait(self._stream())
+        self._used.record(self._stream())
+        return self._target.states_CE
+
+
+class CopyReader(HostReader):
+    """Copies the pieces of one decoded row for every row."""
+
+    row = CopiedRow
+
+    def _fill_rows(self) -> None:
+        pieces, packed = decoded_row(self), pack_tokens([], self._row_tokens)
+        while not self._closed.is_set():
+            memory = self._row_memory()
+            for decoded in pieces:
+                memory.write(decoded)
+            memory.end(self._row_tokens)
+            self._ready.put((packed, memory))
+
+
+def decoded_row(reader: RowReader) -> list[DecodedPiece]:
+    """Decode the first row of a reader that has not begun, into memory of its own."""
+    pieces = []
+    for item in pieces_of(reader._dataset, reader._rows, reader._row_tokens):
+        if isinstance(item, RowEnd):
+            return pieces
+        fetched = reader._fetcher.take(must=True)
+        assert fetched is not None
+        pieces.append(reader._decoder.start(item, fetched, Staging(1, pinned=True)).result())
+        reader._fetcher.release(item.key)
+    raise AssertionError("the rows never end")
+
+
+@contextmanager
+def fed_by(reader: RowReader) -> Iterator[Callable[[], Tensor]]:
+    """Give the rows of a reader that is in full swing."""
+    with reader:
+        for _ in range(2):
+            next(reader)
+        yield lambda: next(reader)[1]
+
+
+@contextmanager
+def fed_by_arithmetic(reader: RowReader) -> Iterator[Callable[[], Tensor]]:
+    """Give one row again and again, made of its symbols each time."""
+    with reader:
+        memory = DeviceRow(reader._shape, DeviceStates(reader._shape))
+        memory.begin()
+        for decoded in decoded_row(reader):
+            memory.write(decoded)
+        memory.end(reader._row_tokens)
+        memory.states()
+        yield memory.states
+
+
+def measure_loss(arguments: argparse.Namespace, dataset: Dataset, threads: int) -> dict[str, Any]:
+    """What reading at the pace of training takes from the step; in turns, so that clocks agree."""
+    loop = MatrixLoop(arguments.row_tokens / arguments.pace)
+
+    def reader(kind: type[RowReader]) -> RowReader:
+        return reader_of(arguments, dataset, threads, kind)
+
+    ways = {"reader": lambda: fed_by(reader(RowReader))}
+    if arguments.diagnose:
+        ways = {
+            "host": lambda: fed_by(reader(HostReader)),
+            "copies": lambda: fed_by(reader(CopyReader)),
+            "arithmetic": lambda: fed_by_arithmetic(reader(RowReader)),
+        } | ways
+    report: dict[str, Any] = {}
+    alone_steps = arguments.steps // (2 if arguments.diagnose else 1)
+    alone = loop.run(alone_steps).step_ms
+    for name, way in ways.items():
+        with way() as feed:
+            step_ms, feed_ms = loop.run(arguments.steps, feed)
+        before, alone = alone, loop.run(alone_steps).step_ms
+        around = before + alone
+        report[name] = {
+            "step_loss": 1 - mean(around) / mean(step_ms),
+            "step_loss_median": 1 - median(around) / median(step_ms),
+            "feed_ms": feed_ms,
+            "step_ms": [round(ms, 1) for ms in step_ms],
+            "alone_step_ms": [round(ms, 1) for ms in around],
+            "paced_tokens_s": 1e3 * arguments.row_tokens / mean(step_ms),
+        }
+    return report.pop("reader") | ({"parts": report} if report else {})
 
 
 def main() -> None:
@@ -208,6 +328,8 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
     parser.add_argument("--pace", type=float, default=46_000.0, help="tokens a second of the step (GPU)")
+    parser.add_argument("--steps", type=int, default=8, help="of each turn beside the step (GPU)")
+    parser.add_argument("--diagnose", action="store_true", help="also measure parts of the reader (GPU)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     report: dict[str, dict[str, Any]] = {}

@@ -200,7 +200,7 @@ def to_fp8(states_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_fp8(scale_T: Tensor, value_TD: Tensor, out_TD: Tensor) -> None:
     """Invert `to_fp8` up to rounding."""
-    torch.mul(value_TD.to(torch.float32), scale_T[:, None], out=out_TD)
+    torch.mul(value_TD.to(torch.float32), scale_T[..., None], out=out_TD)
 
 
 def error_sums(states_TD: Tensor, decoded_TD: Tensor, scale_D: Tensor | None, *, finite: bool) -> Tensor:

@@ -76,6 +76,11 @@ class CellHeader:
         return *symbols[self.layout], ("position", 4 * self.outliers), ("outlier", 2 * self.outliers)
 
     @property
+    def token_arrays(self) -> tuple[str, ...]:
+        """Names of the arrays that hold so much a token, and can be cut where tokens end."""
+        return tuple(name for name, _ in self.arrays if name not in ("base", "position", "outlier"))
+
+    @property
     def offsets(self) -> dict[str, tuple[int, int]]:
         """Array name -> first byte in the payload, and its size."""
         offsets, at = {}, 0

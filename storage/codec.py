@@ -97,8 +97,15 @@ class Symbols:
         """One array of the payload as docs/codec.md describes it; a view."""
         start, size = self.header.offsets[name]
         flat = self.payload[start : start + size].view(_DTYPES.get(name, torch.uint8))
-        per_token = name not in ("base", "token_scale", "position", "outlier")
-        return flat.view(self.header.tokens, -1) if per_token and size else flat
+        per_value = name not in ("base", "token_scale", "position", "outlier")
+        return flat.view(self.header.tokens, -1) if per_value and size else flat
+
+    def arrays(self, tokens: slice) -> dict[str, Tensor]:
+        """What `Codec.decode_arrays` needs to decode these tokens; views."""
+        arrays = {name: self.array(name)[tokens] for name in self.header.token_arrays}
+        if self.header.kind == Kind.LOSSLESS:
+            arrays["base"] = self.array("base")
+        return arrays
 
 
 _DTYPES = {
@@ -239,30 +246,37 @@ class Codec:
             symbols.array("low")[rows] = quantise.fold_nibbles(wide_TD.to(torch.int8))
         return position_N, outlier_N
 
-    def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
-        """Decode some rows, outliers left out."""
+    def decode_arrays(self, arrays: Mapping[str, Tensor], step_D: Tensor | None, out_TD: Tensor) -> None:
+        """Decode the arrays of a payload, outliers left out, into the bf16 view `out_TD` of any strides.
+
+        Arrays are those of docs/codec.md by name. Dimensions may stand in front of all (a column a row, say),
+        those of `base` and `step_D` ([..., 1, D]) too. `step_D` is scale x step; `tolerance` alone needs it.
+        """
         if self.kind == Kind.LOSSLESS:
-            exponent_TD, rest_TD = symbols.array("exponent")[rows], symbols.array("rest")[rows]
-            quantise.join_planes(symbols.array("base"), exponent_TD, rest_TD, out_TD)
+            quantise.join_planes(arrays["base"], arrays["exponent"], arrays["rest"], out_TD)
             return
         if self.kind == Kind.FP8:
-            quantise.from_fp8(symbols.array("token_scale")[rows], symbols.array("value")[rows], out_TD)
+            quantise.from_fp8(arrays["token_scale"], arrays["value"], out_TD)
             return
         assert step_D is not None
-        width = out_TD.shape[1]
-        if symbols.header.layout == Layout.BYTES:
-            quantise.dequantise(symbols.array("symbol")[rows], step_D, out_TD)
-        elif symbols.header.layout == Layout.NIBBLES:
-            folded_TH = symbols.array("folded")[rows]
-            half = folded_TH.shape[1]
-            quantise.dequantise(quantise.unfold_high(folded_TH), step_D[:half], out_TD[:, :half])
-            low_TH = quantise.unfold_low(folded_TH)[:, : width - half]
-            quantise.dequantise(low_TH, step_D[half:], out_TD[:, half:])
+        width = out_TD.shape[-1]
+        if "symbol" in arrays:
+            quantise.dequantise(arrays["symbol"], step_D, out_TD)
+        elif "folded" in arrays:
+            folded_TH = arrays["folded"]
+            half = folded_TH.shape[-1]
+            quantise.dequantise(quantise.unfold_high(folded_TH), step_D[..., :half], out_TD[..., :half])
+            low_TH = quantise.unfold_low(folded_TH)[..., : width - half]
+            quantise.dequantise(low_TH, step_D[..., half:], out_TD[..., half:])
         else:
-            folded_TH = symbols.array("low")[rows]
-            low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=1)[:, :width]
-            high_TD = symbols.array("high")[rows].to(torch.int16)
+            folded_TH = arrays["low"]
+            low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=-1)[..., :width]
+            high_TD = arrays["high"].to(torch.int16)
             quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
+
+    def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
+        """Decode some rows of a cell, outliers left out."""
+        self.decode_arrays(symbols.arrays(rows), step_D, out_TD)
 
     def _check_states(self, states_TD: Tensor, scale_D: Tensor | None) -> None:
         if states_TD.ndim != 2 or states_TD.dtype != torch.bfloat16:

@@ -1,10 +1,10 @@
-"""Packed rows as pieces: what a row group holds of a sample, and how a piece becomes states on a device."""
+"""Packed rows as pieces: what a row group holds of a sample, and how it is decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,54 +68,60 @@ def pieces_of(
         yield RowEnd()
 
 
-@dataclass(slots=True, eq=False)
 class Staging:
     """Host memory for the symbols of one piece at a time."""
 
-    pinned: bool
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    copied: torch.cuda.Event | None = None
-    """Passes when the device has the symbols."""
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        """`size`: bytes that pieces without outliers need at most."""
+        self._memory, self._size, self._pinned = torch.empty(0, dtype=torch.uint8), size + size // 64, pinned
+        # Blocking: a thread that waits for a copy must not keep a core busy.
+        self._copied = torch.cuda.Event(blocking=True) if pinned else None
 
     def reserve(self, size: int) -> Tensor:
         """Wait until the last copy is done, and return at least `size` bytes."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        if self.memory.numel() < size:
-            self.memory = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=self.pinned)
-        return self.memory
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._memory.numel() < size:
+            self._size = max(self._size, size + size // 4)
+            self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory
+
+    def mark_copied(self, stream: torch.cuda.Stream) -> None:
+        """Say that what has been enqueued so far includes the copy to the device."""
+        assert self._copied is not None
+        self._copied.record(stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPiece:
-    """A piece after entropy decoding."""
+    """A piece after entropy decoding; tensors lie in `staging`."""
 
     piece: Piece
     token_ids_T: np.ndarray
     loss_mask_T: np.ndarray
     symbols: list[Symbols]
-    """One a column, one behind the other in `staging`."""
+    """One a column."""
+    position_N: Tensor
+    """int64: where outliers of all columns belong in the flattened row."""
+    outlier_N: Tensor
+    """bf16: their values."""
     staging: Staging
 
 
 class PieceDecoder:
-    """Decodes pieces on threads, and finishes them on the caller's device and stream."""
+    """Checks and entropy decodes pieces on threads."""
 
     def __init__(self, dataset: Dataset, columns: Sequence[str], device: torch.device, threads: int) -> None:
-        """Raises UserError when a column is not stored, or the scales are missing."""
+        """Raises UserError when a column is not stored."""
         absent = [column for column in columns if column not in dataset.columns]
         if absent or not columns:
             raise UserError(
                 f"{dataset.uri} does not hold {', '.join(absent) or 'no columns at all'}; it has "
                 f"{', '.join(dataset.columns)}: extract again with these taps, or train on those"
             )
-        self._dataset, self._columns, self._device = dataset, tuple(columns), device
+        self._dataset, self._columns = dataset, tuple(columns)
         self._codec = parse_codec(dataset.spec.codec)
         self._width = dataset.spec.target.hidden_size
-        scales = dataset.scales() if self._codec.needs_scales else {}
-        if scales is None:
-            raise UserError(f"{dataset.uri} has no scales: its extraction has not begun")
-        self._scales = {c: scales[c].to(device) if c in scales else None for c in columns}
         self._pool = ThreadPoolExecutor(threads, "cell-decoder", initializer=use_device, initargs=(device,))
 
     def start(self, piece: Piece, fetched: Future[RowGroup], staging: Staging) -> Future[DecodedPiece]:
@@ -124,20 +130,6 @@ class PieceDecoder:
         The future raises ShardCorrupt, naming shard and row, for anything but the planned and whole row.
         """
         return self._pool.submit(self._decode, piece, fetched, staging)
-
-    def write(self, decoded: DecodedPiece, row_CE: Tensor) -> None:
-        """Put the states into their place in a row, on the current stream, without waiting."""
-        piece = decoded.piece
-        out_TE = row_CE[piece.start : piece.start + piece.tokens]
-        if self._device.type == "cpu":
-            self._dequantise(decoded.symbols, out_TE)
-            return
-        sizes = [symbols.header.payload_bytes for symbols in decoded.symbols]
-        payload = decoded.staging.memory[: sum(sizes)].to(self._device, non_blocking=True)
-        decoded.staging.copied = torch.cuda.current_stream(self._device).record_event()
-        headers = [symbols.header for symbols in decoded.symbols]
-        parts = zip(headers, payload.split(sizes), strict=True)
-        self._dequantise([Symbols(header=header, payload=part) for header, part in parts], out_TE)
 
     def close(self) -> None:
         """Stop the threads; idempotent."""
@@ -154,27 +146,45 @@ class PieceDecoder:
             raise ShardCorrupt(f"{where} is not sample {name!r}, as planned; {mend(uri)}")
         cells = [group.cells[column][piece.row_in_group] for column in self._columns]
         try:
-            symbols = self._entropy_decode(piece, cells, staging)
+            symbols, position_N, outlier_N = self._entropy_decode(piece, cells, staging)
         except CodecError as error:
             raise ShardCorrupt(f"{where}: {error}; {mend(uri)}") from error
         # Copies: the row group's bytes must not live as long as the row.
-        return DecodedPiece(piece, head.token_ids_T.copy(), head.loss_mask_T.copy(), symbols, staging)
+        tokens_T, mask_T = head.token_ids_T.copy(), head.loss_mask_T.copy()
+        return DecodedPiece(piece, tokens_T, mask_T, symbols, position_N, outlier_N, staging)
 
-    def _entropy_decode(self, piece: Piece, cells: list[memoryview], staging: Staging) -> list[Symbols]:
+    def _entropy_decode(
+        self, piece: Piece, cells: list[memoryview], staging: Staging
+    ) -> tuple[list[Symbols], Tensor, Tensor]:
         headers = [read_header(cell) for cell in cells]
         if any((header.tokens, header.width) != (piece.tokens, self._width) for header in headers):
             raise CodecError("a cell has another shape than its row")
-        memory = staging.reserve(sum(header.payload_bytes for header in headers))
+        payload = sum(header.payload_bytes for header in headers)
+        outliers = sum(header.outliers for header in headers)
+        memory = staging.reserve(payload + 10 * outliers)
         symbols, at = [], 0
         for cell, header in zip(cells, headers, strict=True):
             symbols.append(self._codec.from_bytes(cell, out=memory[at:]))
             at += header.payload_bytes
-        return symbols
+        position_N = memory[payload : payload + 8 * outliers].view(torch.int64)
+        outlier_N = memory[payload + 8 * outliers : payload + 10 * outliers].view(torch.bfloat16)
+        self._gather_outliers(piece, symbols, position_N.numpy(), outlier_N)
+        return symbols, position_N, outlier_N
 
-    def _dequantise(self, symbols: list[Symbols], out_TE: Tensor) -> None:
-        out_TLD = out_TE.view(len(out_TE), len(self._columns), self._width)
-        for i, (column, of_column) in enumerate(zip(self._columns, symbols, strict=True)):
-            self._codec.decode_on_device(of_column, self._scales[column], out_TLD[:, i])
+    def _gather_outliers(
+        self, piece: Piece, symbols: list[Symbols], position_N: np.ndarray, outlier_N: Tensor
+    ) -> None:
+        """Count the positions of outliers from the beginning of the row [C, L * D] instead of their cells."""
+        at, row_width = 0, self._width * len(symbols)
+        for i, cell in enumerate(symbols):
+            if not cell.header.outliers:
+                continue
+            part = slice(at, at + cell.header.outliers)
+            token_N, channel_N = np.divmod(cell.array("position").numpy(), self._width)
+            token_N = token_N.astype(np.int64) + piece.start
+            position_N[part] = token_N * row_width + (i * self._width + channel_N)
+            outlier_N[part] = cell.array("outlier")
+            at = part.stop
 
 
 def use_device(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Feeds a trainer: packed rows of tokens and hidden states, fetched and decoded ahead of the step.
 
-Fetching and entropy decoding run on threads; one more thread copies symbols to the device and turns them into
-bf16 on a stream of its own, beside the step. Nothing compiled is called here.
+Fetching and entropy decoding run on threads. One more thread copies symbols to the GPU, beside the step; the
+arithmetic that makes bf16 of them is enqueued on the consumer's stream when it asks for the row. Without a
+GPU that thread does the arithmetic. Nothing compiled is called here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -21,12 +21,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dflash_core.configuration import Config
+from dflash_core.configuration import Config, UserError
 from dflash_core.packing import PackedTokens, pack_tokens
 from dflash_core.records import Sample
+from storage.codec import parse_codec
 from storage.dataset import Dataset
 from storage.fetch import GroupFetcher
 from storage.pieces import DecodedPiece, Piece, PieceDecoder, RowEnd, Staging, pieces_of, use_device
+from storage.rows import DeviceRow, DeviceStates, HostRow, RowShape
 
 
 class ReaderConfig(Config):
@@ -38,23 +40,11 @@ class ReaderConfig(Config):
     """Row groups that are fetched at a time."""
     prefetch_bytes: int = Field(default=1 << 30, ge=1)
     """Encoded bytes that are held at most. Beside them, host memory holds the decoded symbols of `threads`
-    + 2 row groups (page-locked for a GPU), the device two rows."""
+    + 2 row groups (page-locked for a GPU), a GPU the symbols of two rows and the states of one; without a GPU
+    the host holds the states of two rows."""
 
 
-@dataclass(slots=True, eq=False)
-class _RowMemory:
-    """States of one row on the device."""
-
-    states_CE: Tensor
-    free: torch.cuda.Event | None = None
-    """Passes when the consumer's work with the last row is done."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReadyRow:
-    packed: PackedTokens
-    memory: _RowMemory
-    written: torch.cuda.Event | None
+RowMemory = HostRow | DeviceRow
 
 
 class RowReader:
@@ -90,11 +80,14 @@ class RowReader:
             dataset.manifest()  # from now on, only the records that were sealed are accepted
         self._dataset, self._rows, self._row_tokens = dataset, rows, row_tokens
         self._device = _with_index(torch.device(device))
-        self._shape = (row_tokens, len(columns) * dataset.spec.target.hidden_size)
         on_gpu = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
-        self._stagings = [Staging(pinned=on_gpu) for _ in range(config.threads + 2)]
         self._decoder = PieceDecoder(dataset, columns, self._device, config.threads)
+        self._shape = _row_shape(dataset, columns, row_tokens, self._device)
+        longest = min(dataset.spec.row_group_tokens, row_tokens)
+        self._stagings = [
+            Staging(self._shape.piece_bytes(longest), pinned=on_gpu) for _ in range(config.threads + 2)
+        ]
         self._fetcher = GroupFetcher(
             dataset,
             columns,
@@ -102,9 +95,9 @@ class RowReader:
             threads=config.fetch_threads,
             limit_bytes=config.prefetch_bytes,
         )
-        self._free: queue.SimpleQueue[_RowMemory | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[_ReadyRow | None] = queue.SimpleQueue()
-        self._lent: _RowMemory | None = None
+        self._free: queue.SimpleQueue[RowMemory | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[PackedTokens, RowMemory] | None] = queue.SimpleQueue()
+        self._lent: RowMemory | None = None
         self._closed = threading.Event()
         self._outcome: Future[None] = Future()
         # A consumer that fails without closing its reader must not hang when the process ends.
@@ -121,17 +114,22 @@ class RowReader:
             raise StopIteration
         if self._pump.ident is None:
             self._start()
-        self._take_back()
+        if self._lent is not None:
+            self._free.put(self._lent)
+            self._lent = None
         ready = self._ready.get()
         if ready is None:
             self.close()
             self._outcome.result()
             raise StopIteration
-        if ready.written is not None:
-            torch.cuda.current_stream(self._device).wait_event(ready.written)
-        self._lent = ready.memory
+        packed, memory = ready
+        states_CE = memory.states()
+        if memory.reusable:
+            self._free.put(memory)
+        else:
+            self._lent = memory
         self.rows_read += 1
-        return ready.packed, ready.memory.states_CE
+        return packed, states_CE
 
     def close(self) -> None:
         """Stop the threads; idempotent. The row handed out last stays as it is."""
@@ -150,21 +148,16 @@ class RowReader:
         self.close()
 
     def _start(self) -> None:
-        """Make the memory of two rows: the one that is lent, and the one that is being filled."""
-        for _ in range(2):
-            states_CE = torch.zeros(self._shape, dtype=torch.bfloat16, device=self._device)
-            self._free.put(_RowMemory(states_CE, self._event()))
+        for memory in self._new_memory():
+            self._free.put(memory)
         self._pump.start()
 
-    def _take_back(self) -> None:
-        if self._lent is not None:
-            self._lent.free = self._event()
-            self._free.put(self._lent)
-            self._lent = None
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Mark what has been enqueued on the current stream so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+    def _new_memory(self) -> Sequence[RowMemory]:
+        """Make the memory of two rows: one is in use, or waits for its use, while the other one is filled."""
+        if self._stream is None:
+            return [HostRow(self._shape) for _ in range(2)]
+        target = DeviceStates(self._shape)
+        return [DeviceRow(self._shape, target) for _ in range(2)]
 
     # On the pump's thread.
 
@@ -209,29 +202,26 @@ class RowReader:
                     row = None
                     continue
                 decoded = first.result()
-                self._decoder.write(decoded, row.memory.states_CE)
+                row.memory.write(decoded)
                 row.add(decoded, self._dataset)
                 self._fetcher.release(decoded.piece.key)
                 running -= 1
 
-    def _row_memory(self) -> _RowMemory:
-        """Wait for memory that the consumer gave back."""
+    def _row_memory(self) -> RowMemory:
+        """Wait for memory that the consumer does not need."""
         memory = self._free.get()
         if memory is None:
             raise _Closed
-        if memory.free is not None:
-            torch.cuda.current_stream(self._device).wait_event(memory.free)
+        memory.begin()
         return memory
 
     def _hand_over(self, row: _RowInProgress) -> None:
         packed = pack_tokens(row.samples, self._row_tokens)
-        row.memory.states_CE[packed.num_tokens :].zero_()
-        self._ready.put(_ReadyRow(packed, row.memory, self._event()))
+        row.memory.end(packed.num_tokens)
+        self._ready.put((packed, row.memory))
 
 
-def _stop(
-    pump: threading.Thread, free: queue.SimpleQueue[_RowMemory | None], closed: threading.Event
-) -> None:
+def _stop(pump: threading.Thread, free: queue.SimpleQueue[RowMemory | None], closed: threading.Event) -> None:
     """End the pump's thread; by `RowReader.close`, or when the process ends."""
     closed.set()
     free.put(None)
@@ -246,7 +236,7 @@ class _Closed(Exception):
 class _RowInProgress:
     """The row that is being filled."""
 
-    def __init__(self, memory: _RowMemory) -> None:
+    def __init__(self, memory: RowMemory) -> None:
         self.memory = memory
         self.samples: list[Sample] = []
         self._parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -270,3 +260,13 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _row_shape(dataset: Dataset, columns: Sequence[str], row_tokens: int, device: torch.device) -> RowShape:
+    """Raises UserError when the scales that the codec needs are missing."""
+    codec = parse_codec(dataset.spec.codec)
+    scales = dataset.scales() if codec.needs_scales else {}
+    if scales is None:
+        raise UserError(f"{dataset.uri} has no scales: its extraction has not begun")
+    width = dataset.spec.target.hidden_size
+    return RowShape(codec, row_tokens, width, [scales.get(column) for column in columns], device)

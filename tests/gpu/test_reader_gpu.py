@@ -13,6 +13,7 @@ import torch
 
 from dflash_core.packing import plan_epoch
 from storage.codec import Calibration, parse_codec
+from storage.dataset import Dataset
 from storage.reader import ReaderConfig, RowReader
 from tests.storage.made import made_dataset, made_samples, made_spec, write_missing
 from tests.storage.test_codec import NAMES, realistic_states
@@ -58,24 +59,53 @@ def test_decoding_does_not_wait_for_the_device(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("codec", ["lossless", "fp8", "tolerance=0.1", "tolerance=0.3"])
-def test_rows_are_those_of_the_cpu_however_late_they_are_used(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize("codec", ["lossless", "fp8", "tolerance=0.01", "tolerance=0.1", "tolerance=0.3"])
+def test_rows_are_those_of_the_cpu_however_late_they_are_used(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer is slow now and then, and changes its stream; rows are decoded in several blocks."""
+    monkeypatch.setattr("storage.rows.DEVICE_BLOCK", 1000)
     dataset = made_dataset(tmp_path, made_spec(codec), made_samples(60))
     write_missing(dataset)
-    lengths = dataset.index.tokens_N
-    rows: list[np.ndarray | None] = [
-        row for epoch in range(3) for row in plan_epoch(lengths, seed=0, epoch=epoch, row_tokens=64)
-    ]
+    rows = planned_rows(dataset, epochs=3)
     rows.insert(5, None)
     config = ReaderConfig(threads=3, prefetch_bytes=50_000)
     with RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cpu", config=config) as reader:
         expected = [states_CE.clone() for _, states_CE in reader]
     found = []
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     with RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cuda", config=config) as reader:
-        for i, (_, states_CE) in enumerate(reader):
-            if i % 3 == 0:
-                torch.cuda._sleep(20_000_000)
-            found.append(states_CE.clone())
-    assert len(found) == len(expected) == len(rows)
+        for i in range(len(rows)):
+            stream = streams[i // 4 % 2]
+            stream.wait_stream(streams[1 - i // 4 % 2])  # the last row is used before the next is asked for
+            with torch.cuda.stream(stream):
+                _, states_CE = next(reader)
+                if i % 3 == 0:
+                    torch.cuda._sleep(20_000_000)
+                found.append(states_CE.clone())
+        assert next(reader, None) is None
+    torch.cuda.synchronize()
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a.view(torch.int16), b.cpu().view(torch.int16))
+
+
+@pytest.mark.parametrize("codec", ["lossless", "tolerance=0.1", "tolerance=0.3"])
+def test_reading_neither_waits_for_the_device_nor_allocates_its_memory(tmp_path: Path, codec: str) -> None:
+    dataset = made_dataset(tmp_path, made_spec(codec), made_samples(60))
+    write_missing(dataset)
+    rows = planned_rows(dataset, epochs=5)
+    with RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cuda") as reader:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(4):
+                next(reader)
+            before = torch.cuda.memory_stats()["num_device_alloc"]
+            assert sum(1 for _ in reader) == len(rows) - 4
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+def planned_rows(dataset: Dataset, epochs: int) -> list[np.ndarray | None]:
+    lengths = dataset.index.tokens_N
+    return [row for i in range(epochs) for row in plan_epoch(lengths, seed=0, epoch=i, row_tokens=64)]
