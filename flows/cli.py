@@ -220,6 +220,9 @@ def prefect_server() -> Iterator[None]:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
+    from flows.run_log import keep_last_words_for_the_command
+
+    keep_last_words_for_the_command()
     url = PREFECT_API_URL.value()
     if not url or answers(url):
         yield

@@ -16,13 +16,11 @@ from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.states import Completed, Failed
 
-from dflash_core.configuration import UserError
 from flows import extract_plan, extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_shards import TASK_RUNNER, capture_here, extract_in_children, failed_names
 from flows.extract_steps import Outcome
-from flows.launch import PoolClosed
-from flows.run_log import relay_logs, relay_message, value, without_traceback
+from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
 from storage.dataset import Dataset, Manifest
 
 
@@ -66,8 +64,8 @@ def extract_hidden_states(
     try:
         with relay_logs():
             dataset, outcome = _extract(config, only or [])
-    except (UserError, PoolClosed) as error:
-        logger.error("%s", error)
+    except TOLD as error:
+        tell_error(error)
         return Failed(message=str(error), data=error)
     report.publish_dataset(dataset)
     if outcome.failed:

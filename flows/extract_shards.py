@@ -20,12 +20,11 @@ from prefect.states import Cancelling, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
-from dflash_core.configuration import UserError
 from flows import extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
 from flows.launch import Message, PoolClosed
-from flows.run_log import relay_logs, relay_message, value, without_traceback
+from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
 from storage.dataset import Dataset, open_dataset
 
 MOST_SHARDS_AT_ONCE = 256
@@ -161,8 +160,8 @@ def extract_shards(config: ExtractConfig, dataset: str, shards: list[int], redo:
             data = open_dataset(dataset)
             wanted = shards if redo else sorted(set(shards) & set(data.missing()))
             outcome = capture_here(config, data, wanted, redo=redo)
-    except (UserError, PoolClosed) as error:
-        get_run_logger().error("%s", error)
+    except TOLD as error:
+        tell_error(error)
         return Failed(message=str(error), data=error)
     if outcome.failed:
         return Failed(message=failed_names(outcome))

@@ -15,13 +15,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
 from flows import report, train_steps
 from flows.config import TrainConfig
-from flows.launch import JobError, Message
-from flows.ranks import RanksFailed
-from flows.run_log import relay_logs, relay_message, value, without_traceback
+from flows.launch import Message
+from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
 from flows.train_steps import TrainingLog
 from storage.dataset import Dataset
 
@@ -89,8 +87,8 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
     try:
         with relay_logs(), train_steps.output_folder(config) as folder:
             return _train(config, folder)
-    except (UserError, RanksFailed, JobError) as error:
-        get_run_logger().error("%s", error)
+    except TOLD as error:
+        tell_error(error)
         return Failed(message=str(error), data=error)
 
 

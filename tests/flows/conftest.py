@@ -41,6 +41,18 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def errors_logged(state: Any) -> list[str]:
+    """What the log of a finished flow run says at level ERROR, its tasks included."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler().flush()
+    query = {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}, "level": {"ge_": 40}}
+    with get_client(sync_client=True) as client:
+        return [record.message for record in client.read_logs(LogFilter.model_validate(query))]
+
+
 def extraction(store: Path, chats: Path, target: Path, changes: Mapping[str, Any]) -> ExtractConfig:
     """Return the configuration of a small extraction."""
     values: dict[str, Any] = {

@@ -21,6 +21,7 @@ from flows.extract_plan import plan_dataset
 from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards
 from flows.launch import WorkerDied
 from storage.dataset import Dataset, DatasetError, open_dataset
+from tests.flows.conftest import errors_logged
 
 MakeConfig = Callable[..., ExtractConfig]
 
@@ -183,6 +184,8 @@ def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
 
     state = extract_hidden_states(config, return_state=True)
     assert state.is_failed() and "1 shards failed: 1;" in (state.message or "")
+    first, second = errors_logged(state)
+    assert first.startswith("shard 1 is set aside: ") and "--only 1" in second
     assert dataset.missing() == [1] and not dataset.sealed
     before = shard_files(dataset)
 
@@ -214,18 +217,6 @@ def test_a_large_plan_is_split_into_child_runs(extract_config: MakeConfig) -> No
     with get_client(sync_client=True) as client:
         names = {run.name for run in client.read_flow_runs()}
     assert {"shards-00000-00002", f"shards-{planned - planned % 3:05d}-{planned - 1:05d}"} <= names
-
-
-@pytest.mark.usefixtures("prefect")
-def test_what_the_user_can_mend_is_one_line_and_exit_code_two(
-    extract_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = extract_config(chats=["absent.jsonl"])
-    result = CliRunner().invoke(cli_app(), ["extract", "--config", str(write(tmp_path, config))])
-    assert result.exit_code == 2
-    assert "error: input 'absent.jsonl' does not exist" in result.output
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "store").exists()
 
 
 def cli_app() -> Any:
