@@ -15,8 +15,8 @@ tokens a second, alone, with the reader feeding it one row a step, and alone aga
 steps (half as many alone with `--diagnose`), timed on the GPU. step_loss is the part of the speed that is
 lost, step_loss_median the same by the median step; feed_ms is what asking for a row takes on the host.
 `--diagnose` measures parts of the reader in the same way: "host" fetches and decodes but leaves the GPU in
-peace, "copies" copies the same symbols to the GPU for every row, "arithmetic" only makes states of symbols that
-are there.
+peace, "copies" copies the same symbols to the GPU for every row, "arithmetic" only makes states of symbols
+that are there.
 """
 
 from __future__ import annotations
