@@ -117,6 +117,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = (
     "packed",
     "write",
+    "encode",
     "parity",
     "profile",
     "packed-fp8",
@@ -334,6 +335,33 @@ def counted(target: Target, samples: Sequence[Sample]) -> Callable[[], int]:
     return run
 
 
+def encode(bench: Bench) -> None:
+    """Capture, the codec's arithmetic and the copy to the host; nothing is entropy coded or written."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from storage.codec import parse_codec
+    from storage.host_copies import HostCopies
+
+    budget = bench.arguments.budgets[0]
+    target = bench.target(batching="packed", compiled=bench.device.type == "cuda", budget=budget)
+    samples = bench.chats(4 * budget)
+    copies = HostCopies(parse_codec(bench.arguments.codec))
+    scale_D = torch.ones(target.spec.hidden_size, device=bench.device)
+
+    def run() -> int:
+        with ThreadPoolExecutor(1) as arrivals:
+            for captured in captures(target, samples):
+                for item in captured:
+                    for states_TD in item.states.values():
+                        arrivals.submit(copies.finish, copies.start(states_TD, scale_D))
+                del captured, item, states_TD
+        return sum(sample.num_tokens for sample in samples)
+
+    alone = bench.measure("encode-none", counted(target, samples), budget=budget)
+    speed = bench.measure("encode", run, codec=bench.arguments.codec, budget=budget)
+    bench.say("encode-share", share=1 - speed / alone)
+
+
 def parity(bench: Bench, dtype: Literal["bfloat16", "fp8"]) -> None:
     """Batched and packed against alone and plain, at full size."""
     on_gpu = bench.device.type == "cuda"
@@ -473,6 +501,7 @@ def main() -> None:
         "parity": lambda: parity(bench, "bfloat16"),
         "profile": lambda: profile(bench),
         "write": lambda: write(bench),
+        "encode": lambda: encode(bench),
     }
     for name in chosen:
         try:

@@ -2,7 +2,7 @@
 
 Letters: T tokens, D width (channels), H = ceil(D / 2), N outliers. What ends up in a cell is elementwise or
 an exact integer reduction, so CPU and GPU give the same bits. Nothing here waits for the device, except
-`quantise`, which must learn how many outliers there are.
+`find_outliers` where it is not told how many there may be.
 """
 
 from __future__ import annotations
@@ -130,16 +130,13 @@ def _normal_error(step: float, dead_zone: float) -> float:
     return 2 * total
 
 
-def quantise(
-    states_TD: Tensor, step_D: Tensor, limit: int, dead_zone: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Round bf16 [T, D] to multiples of float32 `step_D`; returns symbol_TD, position_N, outlier_N.
+def quantise(states_TD: Tensor, step_D: Tensor, limit: int, dead_zone: float) -> tuple[Tensor, Tensor]:
+    """Round bf16 [T, D] to multiples of float32 `step_D`; returns symbol_TD and outside_TD.
 
-    symbol_TD: whole float32 numbers. position_N: int64, ascending, of the outliers in the flattened [T, D];
-    outlier_N: their exact bf16 values.
+    symbol_TD: whole float32 numbers. outside_TD: where the magnitude is beyond `limit` steps or not a number:
+    these values are outliers, their symbols mean nothing.
     A magnitude is rounded up from 0.5 + `dead_zone` steps on: a little more error for clearly fewer bits,
-    which pays where steps are coarse. What lies beyond `limit` steps, NaN included, becomes symbol 0 and an
-    outlier.
+    which pays where steps are coarse.
     """
     symbol_TD = states_TD / step_D
     if dead_zone:
@@ -147,11 +144,23 @@ def quantise(
         symbol_TD = magnitude_TD.copysign_(symbol_TD)
     else:
         symbol_TD = symbol_TD.round_()
-    outside_TD = (symbol_TD.abs() <= limit).logical_not_()
-    position_N = outside_TD.view(-1).nonzero().squeeze(1)
-    if len(position_N):
-        symbol_TD.masked_fill_(outside_TD, 0.0)
-    return symbol_TD, position_N, states_TD.reshape(-1)[position_N]
+    return symbol_TD, (symbol_TD.abs() <= limit).logical_not_()
+
+
+def find_outliers(
+    states_TD: Tensor, outside_TD: Tensor, room: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return position_N (int64, ascending, in the flattened [T, D]), outlier_N (their bf16 values), count.
+
+    Waits for the device to learn how many there are. With `room` it does not: N = room, places from `count`
+    (a tensor) on mean nothing, and where count > room the rest is missing.
+    """
+    outside = outside_TD.view(-1)
+    if room is None:
+        position_N = outside.nonzero().squeeze(1)
+        return position_N, states_TD.reshape(-1)[position_N], None
+    position_N = outside.nonzero_static(size=room, fill_value=0).squeeze(1)
+    return position_N, states_TD.reshape(-1)[position_N], outside.sum()
 
 
 def dequantise(symbol_TD: Tensor, step_D: Tensor, out_TD: Tensor) -> None:

@@ -135,6 +135,8 @@ def _finish(channel: Channel, job_id: int, finish: Callable[[], Result]) -> None
         result = finish()
     except Exception as error:  # noqa: BLE001  the same
         _say_error(channel, job_id, error)
+        if isinstance(error, Unusable):
+            os._exit(1)
     else:
         channel.say("done", **result, id=job_id)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_core.configuration import UserError
@@ -67,14 +68,10 @@ class ShardCapturer:
 
     def run(self, job: Job) -> Result | Callable[[], Result]:
         """Do one job."""
-        try:
+        with _device_errors():
             if job["task"] == "scales":
                 return self._publish_scales()
             return self._capture_shard(job["shard"], replace=job["replace"])
-        except RuntimeError as error:
-            if "CUDA error" in str(error) or "cuDNN error" in str(error):
-                raise Unusable(str(error)) from error
-            raise
 
     def _publish_scales(self) -> Result:
         """Compute the codec's channel scales from the fixed subset, unless they are published already."""
@@ -89,7 +86,10 @@ class ShardCapturer:
         return {"published": True}
 
     def _capture_shard(self, shard: int, *, replace: bool) -> Callable[[], Result]:
-        """Capture and encode all samples of a shard; return the function that uploads and commits it."""
+        """Have all samples of a shard captured and encoded; return what waits for that, uploads and commits.
+
+        A GPU may still be at work on the last samples then: the next shard's follow without a gap.
+        """
         began = time.monotonic()
         samples = self.dataset.samples(shard)
         try:
@@ -105,7 +105,7 @@ class ShardCapturer:
 
         def finish() -> Result:
             try:
-                with writer:
+                with _device_errors(), writer:
                     record, found = writer.close(), False
             except ShardAlreadyCommitted:
                 record, found = self.dataset.record(shard), True
@@ -161,6 +161,17 @@ class ShardCapturer:
             "samples": record.samples,
             "object": record.object,
         }
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Raise Unusable for errors after which nothing works on the GPU in this process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "CUDA error" in str(error) or "cuDNN error" in str(error):
+            raise Unusable(str(error)) from error
+        raise
 
 
 def start(channel: Channel, setup: Job) -> RunJob:

@@ -1,14 +1,15 @@
 """Hidden states <-> cells: three codecs, the arithmetic on the device and the entropy coding on threads.
 
 The way out: `Codec.encode_on_device` (torch, where the states are), `Symbols.to("cpu")`, `Codec.to_bytes`
-(any thread; zstandard frees the GIL). The way back: `Codec.from_bytes` (any thread, into a pinned buffer if
-given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/codec.md specifies the bytes.
+(any thread; zstandard frees the GIL). With `outlier_room` nothing waits for the device: the copy may be
+asynchronous, and `Symbols.settled` comes after it. The way back: `Codec.from_bytes` (any thread, into a
+pinned buffer if given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/codec.md specifies the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,6 +79,9 @@ class Symbols:
     """uint8 [header.payload_bytes]."""
     sums: Tensor | None = None
     """float64 [4], fields of `ErrorSums`, same device as the payload; None after `Codec.from_bytes`."""
+    outlier_count: Tensor | None = None
+    """int64 [], how many of the header's outliers there are, where the device was not waited for; the cell
+    can only be coded once it is `settled`."""
 
     @property
     def error(self) -> ErrorSums:
@@ -89,9 +93,32 @@ class Symbols:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Symbols:
         """Copy to another device. `non_blocking` needs pinned memory on the host side to have an effect."""
-        sums = None if self.sums is None else self.sums.to(device, non_blocking=non_blocking)
-        payload = self.payload.to(device, non_blocking=non_blocking)
-        return Symbols(header=self.header, payload=payload, sums=sums)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> Symbols:
+        """Copy in a way of one's own."""
+        return Symbols(
+            header=self.header,
+            payload=copy(self.payload),
+            sums=None if self.sums is None else copy(self.sums),
+            outlier_count=None if self.outlier_count is None else copy(self.outlier_count),
+        )
+
+    def settled(self) -> Symbols | None:
+        """Cut the room for outliers to those that there are, in place; None when there are more than room.
+
+        Waits for the device where the symbols lie on one.
+        """
+        if self.outlier_count is None:
+            return self
+        count = int(self.outlier_count)
+        if count > self.header.outliers:
+            return None
+        values = self.array("outlier")[:count].clone()
+        header = replace(self.header, outliers=count)
+        whole = Symbols(header=header, payload=self.payload[: header.payload_bytes], sums=self.sums)
+        whole.array("outlier").copy_(values)
+        return whole
 
     def array(self, name: str) -> Tensor:
         """One array of the payload as docs/codec.md describes it; a view."""
@@ -139,23 +166,30 @@ class Codec:
             return Layout.BYTES
         return Layout.WIDE if self.tolerance < WIDE_BELOW else Layout.NIBBLES
 
-    def encode_on_device(self, states_TD: Tensor, scale_D: Tensor | None = None) -> Symbols:
+    def encode_on_device(
+        self, states_TD: Tensor, scale_D: Tensor | None = None, outlier_room: int | None = None
+    ) -> Symbols:
         """Turn bf16 [T, D] into symbols on the same device; `tolerance` waits for the device once.
 
         `scale_D` (float32 [D]) is required by `tolerance`; the other codecs only use it to state their error.
+        With `outlier_room` it does not wait, and the symbols must be `settled` before they are coded.
         Raises CodecError on a wrong dtype, shape or size, or when scales are missing.
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
-        symbols, step_D = self._empty_symbols(states_TD, scale_D)
+        room = outlier_room if self.kind == Kind.TOLERANCE else None
+        symbols, step_D = self._empty_symbols(states_TD, scale_D, room or 0)
         if self.kind == Kind.LOSSLESS:
             symbols.array("base").copy_(quantise.mean_exponent(states_TD))
         sums = torch.zeros(4, dtype=torch.float64, device=states_TD.device)
         outliers: list[tuple[Tensor, Tensor]] = []
-        for rows in quantise.row_blocks(states_TD):
+        count: Tensor | None = None
+        blocks = quantise.row_blocks(states_TD) if room is None else [slice(0, len(states_TD))]
+        for rows in blocks:
             block_TD, decoded_TD, finite = states_TD[rows], states_TD[rows], False
             if self.kind == Kind.TOLERANCE:
-                position_N, outlier_N = self._quantise(block_TD, step_D, symbols, rows)
+                outside_TD = self._quantise(block_TD, step_D, symbols, rows)
+                position_N, outlier_N, count = quantise.find_outliers(block_TD, outside_TD, room)
                 outliers.append((position_N + rows.start * states_TD.shape[1], outlier_N))
                 finite = not len(position_N)
             elif self.kind == Kind.FP8:
@@ -167,9 +201,9 @@ class Codec:
                 decoded_TD = torch.empty_like(block_TD)
                 self._decode_rows(symbols, rows, step_D, decoded_TD)
                 if not finite and self.kind == Kind.TOLERANCE:
-                    quantise.restore_outliers(position_N, outlier_N, decoded_TD)
+                    decoded_TD = torch.where(outside_TD, block_TD, decoded_TD)
             sums += quantise.error_sums(block_TD, decoded_TD, scale_D, finite=finite)
-        return _with_outliers(symbols, outliers, sums)
+        return _with_outliers(symbols, outliers, sums, count)
 
     def decode_on_device(self, symbols: Symbols, scale_D: Tensor | None, out_TD: Tensor) -> None:
         """Write the states into `out_TD`, a bf16 view [T, D] with rows of any stride, without waiting.
@@ -211,15 +245,17 @@ class Codec:
         unpack_cell(cell, payload.numpy())
         return Symbols(header=header, payload=payload)
 
-    def _empty_symbols(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[Symbols, Tensor | None]:
-        """Room for everything but outliers, and the quantisation steps if there are any."""
+    def _empty_symbols(
+        self, states_TD: Tensor, scale_D: Tensor | None, outliers: int
+    ) -> tuple[Symbols, Tensor | None]:
+        """Room for everything and so many outliers, and the quantisation steps if there are any."""
         step, step_D = 0.0, None
         tokens, width = states_TD.shape
         if self.kind == Kind.TOLERANCE:
             step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))
             step_D = _channel_steps(scale_D, width, step)
         header = CellHeader(
-            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=0, step=step
+            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
         )
         payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
         return Symbols(header=header, payload=payload), step_D
@@ -228,23 +264,20 @@ class Codec:
     def _dead_zone(self) -> float:
         return DEAD_ZONE * self.tolerance if self.layout == Layout.NIBBLES else 0.0
 
-    def _quantise(
-        self, block_TD: Tensor, step_D: Tensor | None, symbols: Symbols, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Write the symbols of some rows; returns position (in the block) and value of their outliers."""
+    def _quantise(self, block_TD: Tensor, step_D: Tensor | None, symbols: Symbols, rows: slice) -> Tensor:
+        """Write the symbols of some rows; returns where the outliers are, bool [T, D]."""
         assert step_D is not None
-        symbol_TD, position_N, outlier_N = quantise.quantise(
-            block_TD, step_D, LIMITS[self.layout], self._dead_zone
-        )
+        symbol_TD, outside_TD = quantise.quantise(block_TD, step_D, LIMITS[self.layout], self._dead_zone)
+        small_TD = symbol_TD.to(torch.int16 if self.layout == Layout.WIDE else torch.int8)
+        small_TD.masked_fill_(outside_TD, 0)
         if self.layout == Layout.BYTES:
-            symbols.array("symbol")[rows] = symbol_TD.to(torch.int8)
+            symbols.array("symbol")[rows] = small_TD
         elif self.layout == Layout.NIBBLES:
-            symbols.array("folded")[rows] = quantise.fold_nibbles(symbol_TD.to(torch.int8))
+            symbols.array("folded")[rows] = quantise.fold_nibbles(small_TD)
         else:
-            wide_TD = symbol_TD.to(torch.int16)
-            symbols.array("high")[rows] = (wide_TD >> 4).to(torch.int8)
-            symbols.array("low")[rows] = quantise.fold_nibbles(wide_TD.to(torch.int8))
-        return position_N, outlier_N
+            symbols.array("high")[rows] = (small_TD >> 4).to(torch.int8)
+            symbols.array("low")[rows] = quantise.fold_nibbles(small_TD.to(torch.int8))
+        return outside_TD
 
     def decode_arrays(self, arrays: Mapping[str, Tensor], step_D: Tensor | None, out_TD: Tensor) -> None:
         """Decode the arrays of a payload, outliers left out, into the bf16 view `out_TD` of any strides.
@@ -302,15 +335,18 @@ def _channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
     return scale_D * step
 
 
-def _with_outliers(symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor) -> Symbols:
+def _with_outliers(
+    symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor, outlier_count: Tensor | None
+) -> Symbols:
     """Put the outliers of all blocks behind the symbols."""
     count = sum(len(position_N) for position_N, _ in outliers)
     if not count:
-        return replace(symbols, sums=sums)
-    header = replace(symbols.header, outliers=count)
-    payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=symbols.payload.device)
-    payload[: len(symbols.payload)] = symbols.payload
-    whole = Symbols(header=header, payload=payload, sums=sums)
+        return replace(symbols, sums=sums, outlier_count=outlier_count)
+    header, payload = replace(symbols.header, outliers=count), symbols.payload
+    if len(payload) < header.payload_bytes:
+        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=payload.device)
+        payload[: len(symbols.payload)] = symbols.payload
+    whole = Symbols(header=header, payload=payload, sums=sums, outlier_count=outlier_count)
     whole.array("position").copy_(torch.cat([position_N for position_N, _ in outliers]))
     whole.array("outlier").copy_(torch.cat([outlier_N for _, outlier_N in outliers]))
     return whole

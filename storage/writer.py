@@ -23,6 +23,7 @@ from dflash_core.records import CapturedSample
 from storage.codec import ErrorSums, parse_codec
 from storage.dataset import Dataset, DatasetError, ShardAlreadyCommitted
 from storage.dataset_spec import shard_key, software_versions
+from storage.host_copies import HostCopies, HostCopy
 from storage.objects import ObjectExists, ObjectNotFound, StoreError
 from storage.shard_format import (
     METADATA_KEY,
@@ -43,8 +44,10 @@ class WriterConfig(Config):
 
     threads: int = Field(default=2, ge=1)
     """Threads of the entropy coder."""
-    pending_bytes: int = Field(default=256 << 20, ge=1)
-    """`ShardWriter.add` waits while more bytes of symbols (and more than one row group) are on their way."""
+    pending_bytes: int = Field(default=1 << 30, ge=1)
+    """`ShardWriter.add` waits while more bytes of symbols (and more than one row group) are on their way. A
+    GPU stays busy when the symbols of a whole batch of the target fit: tokens x columns x width, twice that
+    for lossless."""
 
 
 class ShardWriter:
@@ -86,19 +89,23 @@ class ShardWriter:
         self._next_row = 0
         self._errors = {column: ErrorSums() for column in dataset.columns}
         self._column_bytes = dict.fromkeys(dataset.columns, 0)
-        self._group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]] = []
+        self._group: list[tuple[PlannedRow, int, dict[str, Future[Future[bytes]]]]] = []
         self._written: list[Future[Future[RowGroupRecord]]] = []
         self._broken = False
         self._room = _Room(self._config.pending_bytes)
         self._folder = scratch_dir or dataset.store.scratch_dir or Path(tempfile.gettempdir())
         self._file = _nameless_file(self._folder)
         self._parquet = ShardFile(self._file, dataset.columns, self._metadata())
+        self._copies = HostCopies(self._codec)
+        self._arrivals = ThreadPoolExecutor(1, "symbols-arrive")
         self._coders = ThreadPoolExecutor(self._config.threads, "entropy-coder")
         self._scribe = ThreadPoolExecutor(1, "shard-file")
 
     def add(self, captured: CapturedSample) -> None:
         """Encode one sample: states bf16 [T, D] on any device, one entry per data column.
 
+        A GPU is not waited for: the arithmetic is enqueued on the current stream, behind what makes the
+        states, and copies go beside it. So the next forward can be enqueued at once.
         Raises UserError naming the sample when it is not the next of the plan or a shape or dtype is wrong.
         """
         self._raise_failed()
@@ -136,6 +143,7 @@ class ShardWriter:
         """Drop everything that is not committed; idempotent."""
         self._room.open()
         self._scribe.shutdown(cancel_futures=True)
+        self._arrivals.shutdown(cancel_futures=True)
         self._coders.shutdown(cancel_futures=True)
         self._parquet.abandon()
         self._file.close()
@@ -174,11 +182,11 @@ class ShardWriter:
         held = 0
         for column in self._dataset.columns:
             states_TD = captured.states[column][row.start : row.stop]
-            symbols = self._codec.encode_on_device(states_TD, self._scale(column, states_TD.device)).to("cpu")
-            self._errors[column] += symbols.error
-            self._room.take(symbols.payload.numel())
-            held += symbols.payload.numel()
-            cells[column] = self._coders.submit(self._codec.to_bytes, symbols)
+            copy = self._copies.start(states_TD, self._scale(column, states_TD.device))
+            size = copy.symbols.payload.numel()
+            self._room.take(size)
+            held += size
+            cells[column] = self._arrivals.submit(self._arrive, copy, column)
         self._group.append((row, held, cells))
 
     def _scale(self, column: str, device: torch.device) -> torch.Tensor | None:
@@ -211,14 +219,25 @@ class ShardWriter:
                 f"failed: {error.strerror or error}; give it room for one shard, or another scratch folder"
             ) from None
 
+    # On the thread that waits for the device; one, so that errors are always added in the same order.
+
+    def _arrive(self, copy: HostCopy, column: str) -> Future[bytes]:
+        symbols = self._copies.finish(copy)
+        self._errors[column] += symbols.error
+        return self._coders.submit(self._codec.to_bytes, symbols)
+
     # On the thread that owns the file.
 
-    def _write(self, group: list[tuple[PlannedRow, int, dict[str, Future[bytes]]]]) -> Future[RowGroupRecord]:
+    def _write(
+        self, group: list[tuple[PlannedRow, int, dict[str, Future[Future[bytes]]]]]
+    ) -> Future[RowGroupRecord]:
         columns = self._dataset.columns
         try:
             if self._broken:
                 raise RuntimeError("an earlier row group of this shard could not be written")
-            cells = {column: [futures[column].result() for _, _, futures in group] for column in columns}
+            cells = {
+                column: [futures[column].result().result() for _, _, futures in group] for column in columns
+            }
             for column, of_column in cells.items():
                 self._column_bytes[column] += sum(map(len, of_column))
             rows = [row for row, _, _ in group]

@@ -265,6 +265,24 @@ def test_encoding_is_deterministic_and_independent_of_memory_layout() -> None:
     assert first == codec.to_bytes(codec.encode_on_device(wide_TD[:, 16:], torch.ones(16)))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str) -> None:
+    codec = parse_codec(name)
+    states_TD, scale_D = realistic_states(300, 33), torch.ones(33)
+    states_TD[7, 5], states_TD[150, 6], states_TD[299, 32] = torch.nan, torch.inf, -torch.inf
+    exact = codec.encode_on_device(states_TD, scale_D)
+    for room in (exact.header.outliers, exact.header.outliers + 1, exact.header.outliers + 1000):
+        rough = codec.encode_on_device(states_TD, scale_D, outlier_room=room)
+        error = rough.error
+        settled = rough.settled()
+        assert settled is not None and settled.header == exact.header
+        assert codec.to_bytes(settled) == codec.to_bytes(exact)
+        assert error.relative_error == pytest.approx(exact.error.relative_error, rel=1e-5)
+        assert error.energy_error == pytest.approx(exact.error.energy_error, rel=1e-5)
+    if codec.needs_scales:
+        assert codec.encode_on_device(states_TD, scale_D, outlier_room=2).settled() is None
+
+
 def test_coded_size_is_close_to_the_entropy_of_the_symbols() -> None:
     states_TD = torch.randn(4000, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     for tolerance in (0.01, 0.026, 0.1, 0.2, 0.3, 0.5):
