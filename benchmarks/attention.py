@@ -1,16 +1,26 @@
-"""Times flex attention, forward and backward, for lists of kernel options in the shapes of
+"""Looks for the kernel options of flex attention that are fastest, forward and backward, in the shapes of
 `benchmarks/train_step.py`. Prints JSON lines.
 
-python benchmarks/attention.py --setting 8B
+python benchmarks/attention.py --setting 8B --workers 6
+CUDA_VISIBLE_DEVICES=1 python benchmarks/attention.py --setting 27B --workers 6
 
-Each set of options is compiled anew (some ten seconds). Options that a kernel refuses are reported as such.
+Each set of options is compiled anew, in several processes at a time; they take turns at the card to be timed.
+At the end the best are timed again alone, and together. What the default gives is the reference for their
+output and gradients ("error": the largest relative difference). The winner belongs into
+`dflash_core.draft_layers.HOPPER_OPTIONS`.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,55 +36,142 @@ from dflash_core.packing import pack_tokens
 from dflash_core.records import Sample
 from dflash_core.row_batch import prepare_row
 
-FORWARD: list[dict[str, Any]] = [
-    {},
-    {"PRESCALE_QK": True},
-    {"USE_TMA": True},
-    {"BLOCKS_ARE_CONTIGUOUS": False, "BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 4, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "num_warps": 8},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 3, "num_warps": 8},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 3, "num_warps": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4},
+FORWARD_NAMES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps")
+FORWARD = [
+    (128, 64, 2, 8),
+    (128, 64, 4, 8),
+    (128, 64, 3, 4),
+    (128, 64, 2, 4),
+    (128, 128, 1, 8),
+    (128, 128, 2, 8),
+    (128, 128, 3, 8),
+    (128, 32, 4, 4),
+    (128, 32, 3, 8),
+    (64, 128, 2, 4),
+    (64, 128, 3, 4),
+    (64, 64, 3, 4),
+    (64, 64, 4, 4),
 ]
+BACKWARD_NAMES = tuple(
+    f"bwd_{n}" for n in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
+)
 BACKWARD = [
     (64, 128, 128, 64, 2, 8),
     (64, 128, 128, 64, 1, 8),
-    (64, 128, 128, 64, 3, 4),
+    (64, 128, 128, 64, 4, 8),
+    (64, 128, 128, 64, 2, 4),
     (64, 64, 64, 64, 2, 4),
     (64, 64, 64, 64, 3, 4),
-    (64, 64, 128, 64, 3, 8),
+    (64, 64, 64, 64, 1, 4),
     (64, 128, 64, 64, 3, 8),
-    (32, 128, 128, 32, 3, 8),
-    (32, 64, 64, 32, 4, 4),
+    (64, 64, 128, 64, 3, 8),
     (128, 128, 128, 128, 1, 8),
-    (128, 128, 128, 64, 2, 8),
+    (128, 128, 128, 128, 2, 8),
+    (32, 128, 128, 32, 3, 8),
+    (32, 64, 64, 32, 3, 4),
 ]
-"""BLOCK_M1, BLOCK_N1, BLOCK_M2, BLOCK_N2, stages, warps."""
-BACKWARD_NAMES = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
+OTHER: list[dict[str, Any]] = [{"PRESCALE_QK": True}, {"fwd_USE_TMA": True}, {"bwd_USE_TMA": True}]
+
+Run = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def candidates() -> list[dict[str, Any]]:
+    """Sets of options; forward and backward do not touch each other, so each set tries one of both."""
+    forward = [dict(zip(FORWARD_NAMES, numbers, strict=True)) for numbers in FORWARD]
+    backward = [dict(zip(BACKWARD_NAMES, numbers, strict=True)) for numbers in BACKWARD]
+    return [a | b for a, b in zip(forward, backward, strict=True)] + OTHER
+
+
+def only(way: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one way, "fwd_" or "bwd_", and those that go for both."""
+    other = "bwd_" if way == "fwd_" else "fwd_"
+    return {name: value for name, value in options.items() if not name.startswith(other)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--setting", default="8B", choices=SETTINGS)
-    parser.add_argument("--which", default="forward,backward")
+    parser.add_argument("--workers", type=int, default=6, help="processes that compile side by side")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="most seconds of the search")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    run = prepare(SETTINGS[arguments.setting])
-    found: dict[str, Any] = {"setting": arguments.setting, "device": torch.cuda.get_device_name()}
-    print(json.dumps(found), flush=True)
-    tried: list[dict[str, Any]] = []
-    if "backward" in arguments.which:
-        options = [dict(zip(BACKWARD_NAMES, numbers, strict=True)) for numbers in BACKWARD]
-        tried += [{f"bwd_{k}": v for k, v in each.items()} for each in options]
-    if "forward" in arguments.which:
-        tried = [{f"fwd_{k}": v for k, v in options.items()} for options in FORWARD] + tried
-    for options_of_one in tried:
-        print(json.dumps(run(options_of_one)), flush=True)
+    if arguments.child is not None:
+        run = prepare(SETTINGS[arguments.setting])
+        run({})
+        for options in candidates()[arguments.child :: arguments.workers]:
+            found = run(options)
+            # Which of the two kernels was refused?
+            alone = [only("fwd_", options), only("bwd_", options)] if "refused" in found else []
+            for each in map(run, alone) if alone and all(alone) else [found]:
+                tell(each)
+        return
+    tell({"setting": arguments.setting, "device": torch.cuda.get_device_name()})
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
+        os.environ["DFLASH_TURNS"] = f"{folder}/turns"
+        found = search(arguments)
+        compare(prepare(SETTINGS[arguments.setting]), found)
 
 
-def prepare(setting: dict[str, Any]) -> Any:
-    """Return a function that times a set of kernel options: milliseconds of forward and of backward."""
+def search(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Try all candidates in several processes; what they found until the limit, printed as it comes."""
+    command = [sys.executable, __file__, "--setting", arguments.setting, "--workers", str(arguments.workers)]
+    # A graph here has two or three kernels: threads of its own would only cost each process their start.
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*command, "--child", str(i)], stdout=subprocess.PIPE, text=True, env=environment)
+        for i in range(arguments.workers)
+    ]
+    found: list[dict[str, Any]] = []
+
+    def read(process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.append(json.loads(line))
+            tell(found[-1])
+
+    threads = [threading.Thread(target=read, args=(process,), daemon=True) for process in processes]
+    for thread in threads:
+        thread.start()
+    timer = threading.Timer(arguments.limit_s, lambda: [process.kill() for process in processes])
+    timer.start()
+    for process in processes:
+        process.wait()
+    timer.cancel()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def compare(run: Run, found: list[dict[str, Any]]) -> None:
+    """Time the default, the best forward, the best backward and both, with the card to themselves."""
+    default = run({})
+    tell(default | {"name": "default"})
+    good = [each for each in found if each.get("error", 1.0) < 0.02]
+    best: dict[str, Any] = {}
+    for way, prefix in (("forward", "fwd_"), ("backward", "bwd_")):
+        chosen = min(good, key=lambda each, way=way: each[f"{way}_ms"], default=default)
+        options = only(prefix, chosen["options"])
+        measured = run(options)
+        tell(measured | {"name": f"best {way}"})
+        if measured[f"{way}_ms"] < default[f"{way}_ms"]:
+            best |= options
+    both = run(best)
+    saved = sum(default[name] - both[name] for name in ("forward_ms", "backward_ms"))
+    tell(both | {"name": "best", "saved_ms_a_layer": round(saved, 3)})
+
+
+def tell(found: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def prepare(setting: dict[str, Any]) -> Run:
+    """Return a function that times a set of kernel options: milliseconds of forward and of backward.
+
+    The first call gives the reference that errors of later ones are measured against.
+    """
     config = DrafterConfig(**({"num_heads": 32, "num_kv_heads": 8, "num_layers": 5} | setting["drafter"]))
     length, row_tokens = setting["document_tokens"], setting["documents"] * setting["document_tokens"]
     zeros, ones = np.zeros(length, np.int32), np.ones(length, bool)
@@ -95,6 +192,7 @@ def prepare(setting: dict[str, Any]) -> Any:
 
     q, k, v = states(32, queries), states(8, row_tokens + queries), states(8, row_tokens + queries)
     pull = torch.randn_like(q)
+    reference: list[torch.Tensor] = []
 
     def run(options: dict[str, Any]) -> dict[str, Any]:
         torch.compiler.reset()
@@ -111,21 +209,43 @@ def prepare(setting: dict[str, Any]) -> Any:
             fullgraph=True,
         )
         try:
-            forward = float(np.median(milliseconds(lambda: attend(q, k, v), 10, warm=3)))
             out = attend(q, k, v)
-            backward = milliseconds(
-                lambda: torch.autograd.grad(out, (q, k, v), pull, retain_graph=True), 10, warm=3
-            )
+            results = [out.detach(), *torch.autograd.grad(out, (q, k, v), pull)]
         except Exception as error:  # noqa: BLE001  a refused option is a result
             return {"options": options, "refused": str(error)[:150]}
+        if not reference:
+            reference.extend(results)
+        with Turn():
+            forward = milliseconds(lambda: attend(q, k, v), 15, warm=3)
+            out = attend(q, k, v)
+            backward = milliseconds(
+                lambda: torch.autograd.grad(out, (q, k, v), pull, retain_graph=True), 15, warm=3
+            )
         return {
             "options": options,
-            "forward_ms": round(forward, 3),
+            "forward_ms": round(float(np.median(forward)), 3),
             "backward_ms": round(float(np.median(backward)), 3),
-            "finite": bool(torch.isfinite(out).all()),
+            "error": round(max(map(difference, results, reference)), 5),
         }
 
     return run
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference by the norm of what is expected; 9 for what is not finite."""
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    return error if np.isfinite(error) else 9.0
+
+
+class Turn:
+    """While this is open no other process of the search times anything on the card."""
+
+    def __enter__(self) -> None:
+        self._file = Path(os.environ["DFLASH_TURNS"]).open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
 if __name__ == "__main__":

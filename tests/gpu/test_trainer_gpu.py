@@ -82,7 +82,7 @@ def row_on(device: str, trainer: Trainer, lengths: list[int]) -> TrainingRow:
 def test_loss_and_every_gradient_equal_the_dense_path(dtype: str, changes: dict[str, Any]) -> None:
     torch.set_float32_matmul_precision("highest")
     if dtype == "float32":
-        # Without tensor cores a product is unrolled into its multiplications: narrow heads compile much faster.
+        # Without tensor cores products are unrolled into multiplications: narrow heads compile much faster.
         changes = changes | {"head_dim": 16}
     reference, compiled = trainer_on("cpu", "float32", **changes), trainer_on("cuda", dtype, **changes)
     tolerance = 2e-3 if dtype == "float32" else 4e-2
