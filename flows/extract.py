@@ -56,6 +56,7 @@ def extract_hidden_states(
     Args:
         config: What to extract from which chats, and where to put it.
         only: Numbers of shards to capture once more, replacing what is there; empty: those that are missing.
+            The data set is sealed when no other is missing.
         store: Takes the place of the configuration's store: a folder, or s3://bucket/prefix.
     """
     if store:
@@ -73,6 +74,10 @@ def extract_hidden_states(
         report.publish_failures(outcome, command)
         logger.error("%d shards are set aside; redo just them with\n%s", len(outcome.failed), command)
         return Failed(message=f"{failed_names(outcome)}; data set {dataset.uri}")
+    if outcome.left:
+        words = f"the shards asked for are done; {len(outcome.left)} others of {dataset.uri} are missing"
+        logger.warning("%s: it is not sealed yet; capture them with\n%s", words, extract_steps.redo_command())
+        return Completed(message=words, data=dataset.uri)
     emit_event(
         "dflash.data-set.sealed",
         resource={"prefect.resource.id": f"dflash.data-set.{dataset.fingerprint[:12]}"},
@@ -91,6 +96,5 @@ def _extract(config: ExtractConfig, only: Sequence[int]) -> tuple[Dataset, Outco
         outcome = extract_in_children(config, dataset, shards, redo=bool(only))
     else:
         outcome = capture_here(config, dataset, shards, redo=bool(only))
-    if not outcome.failed:
-        value(seal_dataset(dataset))
+    extract_steps.seal_if_whole(dataset, outcome, only, lambda: value(seal_dataset(dataset)))
     return dataset, outcome

@@ -157,6 +157,8 @@ class Outcome:
     done: dict[int, Message] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     """Shard -> its last error."""
+    left: list[int] = field(default_factory=list)
+    """Shards that this run was not asked for and that are missing."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row a shard for a table."""
@@ -188,19 +190,29 @@ def finish_dataset(dataset: Dataset) -> Manifest:
     return manifest
 
 
-def redo_command(shards: Sequence[int]) -> str:
-    """Return the words that redo just these shards."""
+def seal_if_whole(dataset: Dataset, outcome: Outcome, only: Sequence[int], seal: Callable[[], Any]) -> None:
+    """Call `seal` unless shards failed, or others than those in `only` are missing (`outcome.left`)."""
+    if outcome.failed:
+        return
+    outcome.left = dataset.missing() if only else []
+    if not outcome.left:
+        seal()
+
+
+def redo_command(shards: Sequence[int] = ()) -> str:
+    """Return the words that redo just these shards; none: whatever is missing."""
     names = ",".join(map(str, shards))
+    flag, parameter = (f" --only {names}", f" --param 'only=[{names}]'") if shards else ("", "")
     return (
-        f"dflash extract --config FILE --only {names}\n"
-        f"prefect deployment run extract-hidden-states/extract-hidden-states --param 'only=[{names}]'"
+        f"dflash extract --config FILE{flag}\n"
+        f"prefect deployment run extract-hidden-states/extract-hidden-states{parameter}"
     )
 
 
 def run_extraction(
     config: ExtractConfig, only: Sequence[int] = (), report: Callable[[Outcome], None] | None = None
 ) -> tuple[Dataset, Outcome]:
-    """Run the whole extraction without Prefect; the data set is sealed when no shard failed.
+    """Run the whole extraction without Prefect; the data set is sealed when it is whole.
 
     `report` is called after each shard. Raises UserError when nothing can be done at all.
     """
@@ -221,8 +233,7 @@ def run_extraction(
 
             for future in [threads.submit(work, shard) for shard in shards]:
                 future.result()
-    if not outcome.failed:
-        finish_dataset(dataset)
+    seal_if_whole(dataset, outcome, only, lambda: finish_dataset(dataset))
     return dataset, outcome
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,14 +42,14 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def errors_logged(state: Any) -> list[str]:
-    """What the log of a finished flow run says at level ERROR, its tasks included."""
+def errors_logged(state: Any, level: int = logging.ERROR) -> list[str]:
+    """What the log of a finished flow run says at this level or above, its tasks included."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter
     from prefect.logging.handlers import APILogHandler
 
     APILogHandler().flush()
-    query = {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}, "level": {"ge_": 40}}
+    query = {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}, "level": {"ge_": level}}
     with get_client(sync_client=True) as client:
         return [record.message for record in client.read_logs(LogFilter.model_validate(query))]
 

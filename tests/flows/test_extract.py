@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
-from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards
+from flows.extract_steps import ShardRunner, finish_dataset, open_pool, run_extraction, wanted_shards
 from flows.launch import WorkerDied
 from storage.dataset import Dataset, DatasetError, open_dataset
 from tests.flows.conftest import errors_logged
@@ -201,6 +202,23 @@ def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
     assert {"extraction-progress", "shards", "failed-shards", "data-set"} <= set(artifacts)
     assert "--only 1" in str(artifacts["failed-shards"])
     assert dataset.uri in str(artifacts["data-set"])
+
+
+@pytest.mark.usefixtures("prefect")
+def test_named_shards_are_redone_whatever_else_is_missing(extract_config: MakeConfig) -> None:
+    from flows.extract import extract_hidden_states
+
+    config = extract_config(codec="lossless")
+    dataset = plan_dataset(config)
+    planned = range(len(dataset.plan.shards))
+    state = extract_hidden_states(config, only=[1, 3], return_state=True)
+    assert state.is_completed() and f"{len(planned) - 2} others of" in (state.message or "")
+    assert dataset.missing() == [shard for shard in planned if shard not in (1, 3)] and not dataset.sealed
+    (warning,) = errors_logged(state, logging.WARNING)
+    assert "not sealed yet" in warning and "dflash extract --config FILE\n" in warning
+
+    rest, outcome = run_extraction(config, dataset.missing())
+    assert rest.sealed and not outcome.left and not outcome.failed
 
 
 @pytest.mark.usefixtures("prefect")
