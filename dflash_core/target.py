@@ -39,6 +39,7 @@ __all__ = [
     "captures",
     "check_parity",
     "default_tap_ids",
+    "describe_capture",
     "describe_target",
     "load_embedding_and_head",
     "load_target",
@@ -190,11 +191,16 @@ def load_target(config: TargetConfig, device: str | torch.device) -> Target:
 def describe_target(config: TargetConfig) -> tuple[TargetSpec, CaptureSpec]:
     """Identity of a target and of its capture, from its files alone; no weights are loaded."""
     spec = target_spec(config.path, config.revision, config.mask_token)
+    return spec, describe_capture(config, spec.num_layers)
+
+
+def describe_capture(config: TargetConfig, num_layers: int) -> CaptureSpec:
+    """What is captured of a target with so many layers. Raise UserError when it lacks the taps."""
     if config.tap_layer_ids is None:
-        ids = default_tap_ids(spec.num_layers, config.num_taps)
+        ids = default_tap_ids(num_layers, config.num_taps)
     else:
-        ids = check_tap_ids(config.tap_layer_ids, spec.num_layers)
-    return spec, CaptureSpec(tap_layer_ids=ids, last_hidden=config.last_hidden, weights_dtype=config.dtype)
+        ids = check_tap_ids(config.tap_layer_ids, num_layers)
+    return CaptureSpec(tap_layer_ids=ids, last_hidden=config.last_hidden, weights_dtype=config.dtype)
 
 
 def _load_body(config: TargetConfig, text: Any, device: torch.device) -> Any:

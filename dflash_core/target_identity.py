@@ -87,11 +87,24 @@ def target_spec(path: str, revision: str | None, mask_token: int | str | None) -
     config, text = load_text_config(path, revision)
     commit = getattr(config, "_commit_hash", None)
     folder = Path(path)
+    digests = {
+        "weights_sha256": folder_digest(folder) if folder.is_dir() else fingerprint(["hub", path, commit]),
+        "tokenizer_sha256": _tokenizer_digest(path, revision),
+    }
     name = folder.resolve().name if folder.is_dir() else path
-    spec = TargetSpec(
+    spec = target_shape(name, text).model_copy(update=digests)
+    if mask_token is None:
+        return spec
+    chosen = mask_token_id(mask_token, spec, load_tokenizer(path, revision))
+    return spec.model_copy(update={"mask_token_id": chosen})
+
+
+def target_shape(name: str, text: Any) -> TargetSpec:
+    """What the text configuration alone says of a target; the fingerprints are empty."""
+    return TargetSpec(
         name=name,
-        weights_sha256=folder_digest(folder) if folder.is_dir() else fingerprint(["hub", path, commit]),
-        tokenizer_sha256=_tokenizer_digest(path, revision),
+        weights_sha256="",
+        tokenizer_sha256="",
         model_type=text.model_type,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -99,10 +112,6 @@ def target_spec(path: str, revision: str | None, mask_token: int | str | None) -
         rope_theta=_rope_theta(text),
         mask_token_id=default_mask_token_id(text.model_type, text.vocab_size),
     )
-    if mask_token is None:
-        return spec
-    chosen = mask_token_id(mask_token, spec, load_tokenizer(path, revision))
-    return spec.model_copy(update={"mask_token_id": chosen})
 
 
 def default_mask_token_id(model_type: str, vocab_size: int) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config
 from dflash_core.drafter import DrafterConfig
 from dflash_core.metrics import row_flops
-from dflash_core.records import CaptureSpec, TargetSpec
+from dflash_core.records import CaptureSpec
 from flows.config import ExtractConfig, TrainConfig
 
 GIGA, HOUR = 1e9, 3600.0
@@ -48,6 +49,8 @@ TOLERANCE_RATIOS = (
 class Capacity:
     """What a project needs."""
 
+    extraction_gpus: int
+    training_gpus: int
     bytes_per_token: float
     stored_bytes: float
     extraction_hours: float
@@ -63,41 +66,43 @@ class Capacity:
     """Sentences."""
 
 
-def capacity(extract: ExtractConfig, train: TrainConfig, tokens: float, rates: Rates) -> Capacity:
-    """Work it out for a data set of so many tokens. Reads the target's configuration, not its weights."""
-    from dflash_core.target import describe_target
-
-    target, capture = describe_target(extract.target)
-    drafter = train.drafter.for_target(target, capture)
-    body = body_parameters(extract, capture)
-    return combine(extract, train, target, drafter, body, tokens, rates)
-
-
-def combine(
+def capacity(
     extract: ExtractConfig,
     train: TrainConfig,
-    target: TargetSpec,
-    drafter: DrafterConfig,
-    body: float,
     tokens: float,
     rates: Rates,
+    extraction_gpus: int | None = None,
+    training_gpus: int | None = None,
 ) -> Capacity:
-    """Do the arithmetic. `body` is the number of weights that a token passes on its way to the last tap."""
+    """Work it out for a data set of so many tokens. Of the target only its config.json is read.
+
+    GPUs are as `gpu_count` says. Raises UserError.
+    """
+    from dflash_core.target import describe_capture
+    from dflash_core.target_identity import load_text_config, target_shape
+
+    _, text = load_text_config(extract.target.path, extract.target.revision)
+    any_mask_token = {"mask_token_id": 0}
+    target = target_shape(extract.target.path, text).model_copy(update=any_mask_token)
+    capture = describe_capture(extract.target, target.num_layers)
+    drafter = train.drafter.for_target(target, capture)
     columns = len(drafter.tap_layer_ids) + (extract.target.last_hidden != "no")
     ratio = rates.ratio or codec_ratio(extract.codec)
     bytes_per_token = columns * target.hidden_size * 2 / ratio
-    capture_gpus = gpus(extract.workers.slots)
-    capture_rate = capture_gpus * rates.capture_share * rates.peak_tflops * 1e12 / (2 * body)
-    ranks = max(1, len(train.gpus))
+    workers = gpu_count(extraction_gpus, extract.workers.slots)
+    ranks = gpu_count(training_gpus, train.gpus)
+    body = body_parameters(text, capture)
+    capture_rate = workers * rates.capture_share * rates.peak_tflops * 1e12 / (2 * body)
     training = train.training
     flops = row_flops(drafter, training.row_tokens, training.anchors_per_row * drafter.block_size)
     row_seconds = flops / (rates.training_share * rates.peak_tflops * 1e12)
     train_rate = ranks * training.row_tokens / row_seconds
     write, read = capture_rate * bytes_per_token, train_rate * bytes_per_token
-    stored = tokens * bytes_per_token
     return Capacity(
+        extraction_gpus=workers,
+        training_gpus=ranks,
         bytes_per_token=bytes_per_token,
-        stored_bytes=stored,
+        stored_bytes=tokens * bytes_per_token,
         extraction_hours=tokens / capture_rate / HOUR,
         extraction_tokens_per_s=capture_rate,
         write_mb_per_s=write / 1e6,
@@ -107,6 +112,16 @@ def combine(
         checkpoint_bytes=12.0 * drafter_parameters(drafter),
         bottlenecks=bottlenecks(write, read, rates.network_gbit * GIGA / 8),
     )
+
+
+def gpu_count(asked: int | None, named: Sequence[str]) -> int:
+    """Return how many GPUs (or groups that work as one) to reckon with.
+
+    Those that are asked for, else those that the configuration names, else those of this machine, else one.
+    """
+    import torch
+
+    return asked or len([slot for slot in named if slot != "cpu"]) or torch.cuda.device_count() or 1
 
 
 def codec_ratio(codec: str) -> float:
@@ -122,21 +137,14 @@ def codec_ratio(codec: str) -> float:
     return low_ratio + (high_ratio - low_ratio) * (tolerance - low) / (high - low)
 
 
-def gpus(slots: tuple[str, ...]) -> int:
-    """Return the number of workers, each a GPU or a group that works as one."""
-    if not slots:
-        raise UserError("name the GPUs: workers.slots is empty in the extraction's configuration")
-    return len(slots)
+def body_parameters(text: Any, capture: CaptureSpec) -> float:
+    """Count the weights that a token meets up to the last tap; of experts, those that are chosen.
 
-
-def body_parameters(extract: ExtractConfig, capture: CaptureSpec) -> float:
-    """Count the weights that a token meets up to the last tap; of experts, those that are chosen."""
+    `text` is the target's text configuration.
+    """
     import torch
     from transformers import AutoModel
 
-    from dflash_core.target_identity import load_text_config
-
-    _, text = load_text_config(extract.target.path, extract.target.revision)
     layers = text.num_hidden_layers if capture.last_hidden != "no" else max(capture.tap_layer_ids) + 1
     with torch.device("meta"):
         model = AutoModel.from_config(text)
@@ -174,6 +182,7 @@ def table(values: Capacity, tokens: float) -> list[tuple[str, str]]:
     """Return names and values for people."""
     return [
         ("tokens", f"{tokens:,.0f}"),
+        ("GPUs", f"{values.extraction_gpus} for extraction, {values.training_gpus} for training"),
         ("bytes a token", f"{values.bytes_per_token:,.0f}"),
         ("storage", f"{values.stored_bytes / 1e12:,.2f} TB"),
         ("extraction", f"{values.extraction_hours:,.1f} h at {values.extraction_tokens_per_s:,.0f} tokens/s"),

@@ -107,7 +107,14 @@ def plan(
         Path, typer.Option("--extract", help="YAML file of the extraction.", metavar="FILE")
     ],
     training: Annotated[Path, typer.Option("--train", help="YAML file of the training run.", metavar="FILE")],
-    tokens: Annotated[float, typer.Option(help="Tokens of the data set, e.g. 1e9.")],
+    tokens: Annotated[float, typer.Option(help="Tokens of the data set.")] = 1e9,
+    extraction_gpus: Annotated[
+        int | None,
+        typer.Option("--extract-gpus", help="Default: as configured, else those of this machine, else 1."),
+    ] = None,
+    training_gpus: Annotated[
+        int | None, typer.Option("--train-gpus", help="Default: as for extraction.")
+    ] = None,
     network_gbit: Annotated[float, typer.Option(help="Between each host and the store.")] = 25.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -122,6 +129,8 @@ def plan(
         load_config(TrainConfig, training),
         tokens,
         capacity.Rates(network_gbit=network_gbit),
+        extraction_gpus,
+        training_gpus,
     )
     if as_json:
         typer.echo(json.dumps(capacity.as_json(values), indent=1))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from dflash_core.configuration import UserError
-from dflash_core.target import TargetConfig, describe_target, load_target
-from flows.capacity import Rates, body_parameters, capacity, codec_ratio
+from dflash_core.target import describe_target, load_target
+from dflash_core.target_identity import load_text_config
+from flows.capacity import Rates, body_parameters, capacity, codec_ratio, gpu_count
 from flows.cli import app
 from flows.config import ExtractConfig, TrainConfig, dump_config
 
@@ -20,20 +22,20 @@ MakeTrain = Callable[..., TrainConfig]
 
 
 def test_weights_are_those_that_a_capture_loads(extract_config: MakeExtract, tiny_target_dir: Path) -> None:
-    config = extract_config()
-    target = load_target(config.target, "cpu")
+    config = extract_config().target
+    _, text = load_text_config(config.path, None)
+    target = load_target(config, "cpu")
     loaded = sum(p.numel() for layer in target.model.layers for p in layer.parameters())
-    assert body_parameters(config, describe_target(config.target)[1]) == loaded
-    whole = TargetConfig.model_validate({**config.target.model_dump(), "last_hidden": "before_final_norm"})
-    with_last = extract_config(target=whole.model_dump())
-    assert body_parameters(with_last, describe_target(whole)[1]) > loaded
+    assert body_parameters(text, describe_target(config)[1]) == loaded
+    whole = config.model_copy(update={"last_hidden": "before_final_norm"})
+    assert body_parameters(text, describe_target(whole)[1]) > loaded
 
 
 def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) -> None:
     extract = extract_config(codec="lossless", workers={"slots": ["0", "1"]})
     train = train_config(gpus=["2", "3", "4"])
     rates = Rates(peak_tflops=1e-3, capture_share=0.5, training_share=0.25, ratio=2.0, network_gbit=8.0)
-    body = body_parameters(extract, describe_target(extract.target)[1])
+    body = body_parameters(load_text_config(extract.target.path, None)[1], describe_target(extract.target)[1])
     found = capacity(extract, train, 1e6, rates)
     assert found.bytes_per_token == 3 * 64 * 2 / 2
     assert found.stored_bytes == 1e6 * found.bytes_per_token
@@ -53,14 +55,23 @@ def test_sizes_of_codecs_are_those_that_were_measured() -> None:
     assert codec_ratio("tolerance=0.001") == 2.40
 
 
-def test_the_command(extract_config: MakeExtract, train_config: MakeTrain, tmp_path: Path) -> None:
+def test_gpus_are_those_asked_for_or_named_or_here() -> None:
+    assert gpu_count(7, ["0", "1"]) == 7
+    assert gpu_count(None, ["0", "1,2"]) == 2
+    assert gpu_count(None, ["cpu"]) == gpu_count(None, []) == max(1, torch.cuda.device_count())
+
+
+def test_the_command_needs_nothing_of_the_target_but_its_configuration(
+    extract_config: MakeExtract, train_config: MakeTrain, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copy(tiny_target_dir / "config.json", tmp_path)
+    target = {"path": str(tmp_path), "num_taps": 3}
     paths = tmp_path / "extract.yaml", tmp_path / "train.yaml"
-    paths[0].write_text(dump_config(extract_config(workers={"slots": ["0"]})))
+    paths[0].write_text(dump_config(extract_config(target=target, workers={})))
     paths[1].write_text(dump_config(train_config(gpus=["1"])))
-    command = ["plan", "--extract", str(paths[0]), "--train", str(paths[1]), "--tokens", "1e9"]
-    result = CliRunner().invoke(app, command)
+    command = ["plan", "--extract", str(paths[0]), "--train", str(paths[1])]
+    result = CliRunner().invoke(app, [*command, "--train-gpus", "3"])
     assert result.exit_code == 0 and "TB" in result.output and "limited by the" in result.output
-    values = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
-    assert values["stored_bytes"] == pytest.approx(1e9 * values["bytes_per_token"])
-    with pytest.raises(UserError, match="name the GPUs"):
-        capacity(extract_config(workers={"slots": []}), train_config(), 1.0, Rates())
+    assert f"{gpu_count(None, [])} for extraction, 3 for training" in result.output
+    values = json.loads(CliRunner().invoke(app, [*command, "--json", "--tokens", "1e6"]).output)
+    assert values["stored_bytes"] == pytest.approx(1e6 * values["bytes_per_token"])
