@@ -146,6 +146,7 @@ class Trainer:
         self._halted = torch.zeros((), device=world.device)
         self._halted_at = torch.full((), -1, dtype=torch.int64, device=world.device)
         self._norm = torch.zeros((), device=world.device)
+        self._held: torch.cuda.Event | None = None
 
     def forward(self, row: TrainingRow) -> tuple[SlotLosses, Tensor]:
         """Losses of the row's scored slots and their weights, float32 [N] each; weights carry no gradient."""
@@ -174,10 +175,17 @@ class Trainer:
                 self._reducer.arm()
             (losses.loss_N * weights_N).sum().backward()
         self._reducer.wait()
+        if self._held is not None:
+            torch.cuda.current_stream().wait_event(self._held)
+            self._held = None
         self._norm, halted = self.optimizer.step(self.optimizer_step, weight_sum, self._halted)
         self._halted_at = torch.where(halted > self._halted, self.optimizer_step, self._halted_at)
         self._halted = halted
         self.optimizer_step += 1
+
+    def hold(self, event: torch.cuda.Event | None) -> None:
+        """Let the device change weights and moments only after this event: they are being copied."""
+        self._held = event
 
     @property
     def learning_rate(self) -> float:

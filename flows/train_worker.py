@@ -224,7 +224,7 @@ class TrainLoop:
             "versions": software_versions(),
             "compile_cache": cache_in_use(),
         }
-        self._checkpoints.save(position, tensors, notes, score=score)
+        self._trainer.hold(self._checkpoints.save(position, tensors, notes, score=score))
         self._out.event("checkpoint", step=step, score=score)
 
 

@@ -101,6 +101,7 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     # Writing.
 
@@ -111,16 +112,18 @@ class Checkpoints:
         notes: Mapping[str, Any],
         *,
         score: float | None = None,
-    ) -> None:
-        """Copy the tensors and write them in the background; waits for the copy before only.
+    ) -> torch.cuda.Event | None:
+        """Copy the tensors and write them in the background; waits for the write before only.
 
         `score` (acceptance length) makes it the best one if it is higher than the best so far. An error of
-        the previous write is raised here or by `wait`.
+        the previous write is raised here or by `wait`. Tensors on a GPU are copied beside its other work:
+        whoever changes them must first let his stream wait for the event that is returned.
         """
         self.wait()
         copied, ready = self._stage(tensors)
         plain: dict[str, Any] = json.loads(json.dumps(dict(notes)))
         self._writing = self._pool.submit(self._write, position, copied, plain, ready, score)
+        return ready
 
     def wait(self) -> None:
         """Wait until what was saved is on the store. Raises StoreError."""
@@ -137,23 +140,27 @@ class Checkpoints:
             self._staged.clear()
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Copy to host memory; from a GPU into page-locked buffers that are kept, in stream order, without
-        waiting.
+        """Copy to host memory; from a GPU into page-locked buffers that are kept, on a stream of its own,
+        after all work that is queued now.
         """
-        copied, event = {}, None
+        copied, on_gpu = {}, {name: t.detach() for name, t in tensors.items() if t.is_cuda}
         for name, tensor in tensors.items():
-            if not tensor.is_cuda:
+            if name not in on_gpu:
                 copied[name] = tensor.detach().clone().contiguous()
                 continue
             buffer = self._staged.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._staged[name] = buffer
-            copied[name] = buffer.copy_(tensor.detach(), non_blocking=True)
-        if self._staged:
-            event = torch.cuda.Event()
-            event.record()
-        return copied, event
+            copied[name] = self._staged[name] = buffer
+        if not on_gpu:
+            return copied, None
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, tensor in on_gpu.items():
+                copied[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+            return copied, self._stream.record_event()
 
     def _write(
         self,

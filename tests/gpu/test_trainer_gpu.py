@@ -10,6 +10,7 @@ also checkpointed.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 
 from dflash_core.distributed import World
 from dflash_core.training import Trainer, TrainingRow
+from storage.checkpoints import Checkpoints, Position
+from storage.objects import open_store
 from tests.core.training_rows import ALONE, gradients, make_row, random_samples, tiny_trainer
 
 pytestmark = pytest.mark.gpu
@@ -168,6 +171,28 @@ def test_non_finite_taps_halt_without_a_change() -> None:
         trainer.summary()
     for name, p in trainer.drafter.named_parameters():
         assert torch.equal(before[name], p), name
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
+    trainer = trainer_on("cuda", "bfloat16")
+    row = row_on("cuda", trainer, ROWS["documents"])
+    checkpoints = Checkpoints(open_store(tmp_path), {}, keep=2)
+    for step in (1, 2):
+        trainer.step([row], 1)
+        expected = {name: value.clone() for name, value in trainer.state().items()}
+        position = Position(optimizer_step=step, epoch=0, step_in_epoch=step)
+        if checkpoints._stream is not None:
+            with torch.cuda.stream(checkpoints._stream):
+                torch.cuda._sleep(1_000_000_000)  # half a second: the copies come late
+        trainer.hold(checkpoints.save(position, trainer.state(), {}))
+        trainer.step([row], 1)
+        checkpoints.wait()
+        found = checkpoints.load(checkpoints.record(step))
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].cpu()), name
+        assert not torch.equal(trainer.drafter.fc.weight, expected["model/fc.weight"])
+    checkpoints.close()
 
 
 def test_kernel_equals_plain_torch() -> None:
