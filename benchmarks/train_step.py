@@ -289,8 +289,8 @@ def kernel_times(work: Callable[[], None], top: int) -> dict[str, Any]:
         "whole_ms": round(whole, 2),
         "idle_ms": round(whole - busy, 2),
         "exposed_communication_ms": round(busy - without_communication, 2),
-        "uncompiled_ops": sorted(outside, key=lambda op: -op["ms"])[:12],
         "groups_ms": {name: round(ms, 2) for name, ms in sorted(groups.items(), key=lambda g: -g[1])},
+        "uncompiled_ops": sorted(outside, key=lambda op: -op["ms"])[:12],
         "kernels": [
             {"name": name[:110], "calls": len(times), "ms": round(sum(times), 2)} for name, times in longest
         ],
@@ -355,14 +355,14 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     last, norm = trainer.summary()
     found["loss"] = {1: round(first.loss, 4), trainer.optimizer_step: round(last.loss, 4)}
     found["gradient_norm"] = round(norm, 5)
-    found["profile"] = kernel_times(lambda: trainer.step([row], 1), arguments.top)
+    profile = kernel_times(lambda: trainer.step([row], 1), arguments.top)
     found["compile"] = _compiled(watch)
     if not arguments.brief and world.size == 1:
         found["parts_ms"] = part_times(trainer, row, 3)
         if arguments.variant == "plain" and torch.cuda.is_available():
             found["cross_entropy_kernel_ms"] = kernel_shapes(setting["drafter"]["vocab_size"])
     leave_world(world)
-    return found
+    return found | {"profile": profile}
 
 
 def kernel_shapes(vocabulary: int) -> dict[str, float]:
@@ -478,9 +478,10 @@ def measure_setting(arguments: argparse.Namespace, setting: str) -> None:
 
     def part(name: str, *extra: str, ranks: int = 1) -> dict[str, Any]:
         found = run_child(arguments, setting, cache, *extra, ranks=ranks)
+        line: dict[str, Any] = {"setting": setting, "part": name}
         if plain and "by_chunk_slots" in found:
-            found["speed"] = round(_step_ms(plain) / _step_ms(found), 4)
-        print(json.dumps({"setting": setting, "part": name, **found}), flush=True)
+            line["speed"] = round(_step_ms(plain) / _step_ms(found), 4)
+        print(json.dumps(line | found), flush=True)
         return found
 
     with tempfile.TemporaryDirectory() as scratch:
