@@ -44,7 +44,7 @@ bench: $(STAMP) ## the benchmarks that two CPU cores can run, as JSON in runs/be
 
 quality: $(STAMP) ## what drafters earn by codec and by recipe (needs a GPU, hours; see docs/quality.md)
 	$(BIN)/python -m pip install --quiet --editable '.[demo,quality]'
-	for stage in prompts responses train report; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality; done
+	for stage in prompts responses train decode; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality; done
 
 reference: $(STAMP) ## write docs/configuration.md from the classes
 	$(BIN)/python -m flows.configuration_reference

@@ -1,12 +1,15 @@
-"""Data of the quality run: the target's responses, its hidden states, and what a codec leaves of them."""
+"""Data of the quality run: the target's responses, its hidden states in shards, what codecs leave of them."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,37 +17,52 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from quality_prompts import read_prompts
+from quality_prompts import family_of, is_held_out, read_prompts
 
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import fingerprint
 from dflash_core.messages import ChatError
-from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec, tap_column
+from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec
 from dflash_core.respond import GenerationSettings, Responder
-from dflash_core.target import TargetConfig, batches, load_target
+from dflash_core.target import Target
 from storage.codec import Calibration, parse_codec
-from storage.dataset import Dataset, DatasetSpec, create_dataset, total_error
+from storage.dataset import Dataset, DatasetSpec, create_dataset, open_dataset, total_error
 from storage.objects import open_store
-from storage.writer import ShardWriter, WriterConfig
+from storage.writer import ShardAlreadyCommitted, ShardWriter, WriterConfig
 
 CHAT = ChatConfig(max_length=1024)
+HELD_OUT = "held-out"
+"""Name of the data set of held-out chats, which is lossless."""
+NAMES = "datasets.json"
+"""File that names the data sets, once all are planned."""
 Clock = Callable[[], bool]
 """Whether there is time left."""
 
 
 def write_responses(
-    prompts: Path, folder: Path, responder: Responder, *, new_tokens: int, batch: int, time_left: Clock
-) -> bool:
-    """Let the target answer all prompts greedily, one part file a batch; says whether all are done."""
+    prompts: Path,
+    folder: Path,
+    responder: Responder,
+    *,
+    new_tokens: int,
+    batch: int,
+    share: tuple[int, int],
+    time_left: Clock,
+) -> None:
+    """Let the target answer prompts greedily, one file a batch of prompts of similar length.
+
+    `share` (i, n) takes every n-th batch; the order of the batches is random, so that a run that is cut
+    short has short and long prompts alike.
+    """
     records = sorted(read_prompts(prompts), key=lambda r: len(r["messages"][0]["content"]))
     settings = GenerationSettings(max_new_tokens=new_tokens)
     folder.mkdir(parents=True, exist_ok=True)
-    for start in range(0, len(records), batch):
-        part = folder / f"part-{start // batch:05d}.jsonl.gz"
-        if part.exists():
+    starts = list(range(0, len(records), batch))
+    random.Random(0).shuffle(starts)
+    for start in starts[share[0] :: share[1]]:
+        part = folder / f"part-{start:06d}.jsonl.gz"
+        if part.exists() or not time_left():
             continue
-        if not time_left():
-            return False
         began, chunk = time.perf_counter(), records[start : start + batch]
         answers = responder.respond([(r["messages"], None) for r in chunk], settings, batch_size=batch)
         lines = [
@@ -56,60 +74,159 @@ def write_responses(
         scratch.rename(part)
         tokens = sum(answer.num_tokens for answer in answers)
         seconds = time.perf_counter() - began
-        print(
-            f"responses: {start + len(chunk)} of {len(records)}, {tokens / seconds:,.0f} tokens/s", flush=True
+        print(f"answered {len(chunk)} prompts, {tokens:,} tokens in {seconds:.0f} s", flush=True)
+
+
+def read_responses(folder: Path, tokenizer: Any) -> tuple[list[Sample], int]:
+    """Encode the answered prompts, in an order that has nothing to do with their length; and how many answers
+    were cut at the length limit.
+    """
+    encoder = ChatEncoder(tokenizer, CHAT)
+    samples, cut = [], 0
+    for part in sorted(folder.glob("part-*.jsonl.gz")):
+        for line in gzip.decompress(part.read_bytes()).decode().splitlines():
+            record = json.loads(line)
+            with suppress(ChatError):
+                samples.append(encoder.encode(record))
+                cut += record["finish"] == "length"
+    samples.sort(key=lambda sample: hashlib.sha256(sample.sample_id.encode()).digest())
+    return samples, cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSets:
+    """The held-out chats without loss, and the training chats with each codec."""
+
+    held_out: Dataset
+    training: dict[str, Dataset]
+
+    @property
+    def all(self) -> tuple[Dataset, ...]:
+        """Held-out chats first."""
+        return (self.held_out, *self.training.values())
+
+
+def create_datasets(
+    folder: Path, samples: Sequence[Sample], target: TargetSpec, captures: dict[str, CaptureSpec]
+) -> None:
+    """Plan all data sets and note their names; `captures` says for each codec what is stored with it."""
+    store = open_store(str(folder))
+    held_out = [sample for sample in samples if is_held_out(sample.sample_id)]
+    training = [sample for sample in samples if not is_held_out(sample.sample_id)]
+
+    def create(name: str, codec: str, capture: CaptureSpec, chats: list[Sample]) -> Dataset:
+        spec = DatasetSpec(
+            target=target,
+            capture=capture,
+            codec=codec,
+            input_sha256=fingerprint([sample.sample_id for sample in chats]),
+            shard_tokens=1 << 17,  # more than the calibration takes: the first shard alone decides the scales
         )
-    return True
+        return create_dataset(store, name, spec, chats)
+
+    plain = next(iter(captures.values())).model_copy(update={"last_hidden": "no"})
+    datasets = DataSets(
+        held_out=create(HELD_OUT, "lossless", plain, held_out),
+        training={codec: create("training", codec, capture, training) for codec, capture in captures.items()},
+    )
+    scratch = folder / f".{NAMES}"
+    scratch.write_text(json.dumps([dataset.uri for dataset in datasets.all]))
+    scratch.rename(folder / NAMES)
+
+
+def open_datasets(folder: Path) -> DataSets:
+    """The data sets that `create_datasets` planned last in this folder."""
+    held_out, *training = map(open_dataset, json.loads((folder / NAMES).read_text()))
+    return DataSets(held_out=held_out, training={dataset.spec.codec: dataset for dataset in training})
+
+
+def write_shards(
+    datasets: DataSets, target: Target, *, share: tuple[int, int], threads: int, time_left: Clock
+) -> None:
+    """Run the target once over the chats of every n-th shard, then write these shards with each codec.
+
+    The states stay on the device in between. Who writes the first shard also publishes the scales.
+    """
+    if all(dataset.sealed for dataset in datasets.all):
+        return
+    first = next(iter(datasets.training.values()))  # all have the same shards
+    held: dict[str, CapturedSample] = {}
+    for dataset in (datasets.held_out, first):
+        samples = [s for i in _shards(dataset, share) for s in dataset.samples(i)]
+        for batch in target.batches(samples):
+            for captured in target.capture(batch):
+                states = {name: state.clone() for name, state in captured.states.items()}
+                held[captured.sample.sample_id] = CapturedSample(sample=captured.sample, states=states)
+    print(f"captured {sum(c.sample.num_tokens for c in held.values()):,} tokens", flush=True)
+    for dataset in datasets.all:
+        began = time.perf_counter()
+        if parse_codec(dataset.spec.codec).needs_scales:
+            _publish_scales(dataset, held, share)
+        for shard in _shards(dataset, share):
+            if not time_left():
+                return
+            with suppress(ShardAlreadyCommitted):
+                _write_shard(dataset, shard, held, threads)
+        if not dataset.missing():
+            dataset.seal()
+            name, seconds = f"{dataset.name} {dataset.spec.codec}", time.perf_counter() - began
+            print(f"sealed {name} ({seconds:.0f} s): {json.dumps(costs(dataset))}", flush=True)
+
+
+def _shards(dataset: Dataset, share: tuple[int, int]) -> list[int]:
+    return [planned.shard for planned in dataset.plan.shards][share[0] :: share[1]]
+
+
+def _publish_scales(dataset: Dataset, held: dict[str, CapturedSample], share: tuple[int, int]) -> None:
+    if share[0] == 0:
+        calibration = Calibration()
+        for sample in dataset.calibration_samples():
+            states = held[sample.sample_id].states
+            calibration.add({name: states[name] for name in dataset.columns})
+        dataset.publish_scales(calibration.scales())
+    while dataset.scales() is None:
+        time.sleep(0.2)
+
+
+def _write_shard(dataset: Dataset, shard: int, held: dict[str, CapturedSample], threads: int) -> None:
+    with ShardWriter(dataset, shard, config=WriterConfig(threads=threads)) as writer:
+        for sample in dataset.samples(shard):
+            states = held[sample.sample_id].states
+            chosen = {name: states[name] for name in dataset.columns}
+            writer.add(CapturedSample(sample=sample, states=chosen))
+        writer.close()
+
+
+def costs(dataset: Dataset) -> dict[str, Any]:
+    """What the codec of a complete data set costs in bytes and in error, over its taps."""
+    records = list(dataset.records().values())
+    taps = [name for name in dataset.columns if name != LAST_HIDDEN]
+    tokens = sum(record.tokens for record in records)
+    size = sum(record.column_bytes[name] for record in records for name in taps)
+    sums = [total_error(records, name) for name in taps]
+    return {
+        "codec": dataset.spec.codec,
+        "bits_per_value": 8 * size / (tokens * dataset.spec.target.hidden_size * len(taps)),
+        "bytes_per_token": size / tokens,
+        "bits_per_value_of_taps": [
+            8 * sum(r.column_bytes[name] for r in records) / (tokens * dataset.spec.target.hidden_size)
+            for name in taps
+        ],
+        "relative_error": [s.relative_error for s in sums],
+        "energy_error": [s.energy_error for s in sums],
+        "tokens": tokens,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chats:
-    """All encoded chats, and where each belongs."""
+    """Chats and their hidden states, one chat behind the other on the device."""
 
     samples: list[Sample]
-    family: dict[str, str]
-    held_out: set[str]
-    cut: int
-    """Responses that reached the length limit."""
-
-    @property
-    def trained(self) -> list[int]:
-        """Indices of the samples to train on."""
-        return [i for i, sample in enumerate(self.samples) if sample.sample_id not in self.held_out]
-
-    @property
-    def evaluated(self) -> list[int]:
-        """Indices of the samples to measure on."""
-        return [i for i, sample in enumerate(self.samples) if sample.sample_id in self.held_out]
-
-
-def read_chats(folder: Path, tokenizer: Any) -> Chats:
-    """Encode the answered prompts."""
-    encoder = ChatEncoder(tokenizer, CHAT)
-    samples, family, held_out, cut = [], {}, set(), 0
-    for part in sorted(folder.glob("part-*.jsonl.gz")):
-        for line in gzip.decompress(part.read_bytes()).decode().splitlines():
-            record = json.loads(line)
-            try:
-                sample = encoder.encode(record)
-            except ChatError:
-                continue
-            samples.append(sample)
-            family[sample.sample_id] = record["family"]
-            cut += record["finish"] == "length"
-            if record["split"] == "held_out":
-                held_out.add(sample.sample_id)
-    return Chats(samples=samples, family=family, held_out=held_out, cut=cut)
-
-
-@dataclass(frozen=True, kw_only=True)
-class States:
-    """Hidden states of all chats one behind the other on the device, in the order of `Chats.samples`."""
-
     taps_TE: torch.Tensor
     """bf16 [all tokens, L*D]."""
     last_TD: torch.Tensor | None
-    """bf16 [all tokens, D], after the target's final norm; exact whatever the codec."""
+    """bf16 [all tokens, D], after the target's final norm."""
     starts_S: np.ndarray
     """int64 [samples + 1]."""
 
@@ -122,108 +239,82 @@ class States:
         return np.concatenate([np.arange(self.starts_S[i], self.starts_S[i + 1]) for i in samples])
 
 
-def starts_of(samples: Sequence[Sample]) -> np.ndarray:
-    """int64 [samples + 1]: first token of each sample, and the end of the last."""
-    return np.concatenate([[0], np.cumsum([sample.num_tokens for sample in samples])]).astype(np.int64)
-
-
-def capture(
-    path: str, samples: list[Sample], device: torch.device, *, mask_token: str, taps: int, last_hidden: bool
-) -> tuple[States, TargetSpec, CaptureSpec]:
-    """Run the target over all chats and keep its states on the device."""
-    config = TargetConfig(
-        path=path,
-        num_taps=taps,
-        mask_token=mask_token,
-        last_hidden="after_final_norm" if last_hidden else "no",
-        batch_tokens=1 << 16,
+def chats_with(samples: list[Sample], values: int, width: int | None, device: torch.device) -> Chats:
+    """Room for the states of chats: `values` of taps a token, and `width` of the last hidden state if any."""
+    starts_S = np.concatenate([[0], np.cumsum([sample.num_tokens for sample in samples])]).astype(np.int64)
+    total = int(starts_S[-1])
+    return Chats(
+        samples=samples,
+        taps_TE=torch.empty(total, values, dtype=torch.bfloat16, device=device),
+        last_TD=None if width is None else torch.empty(total, width, dtype=torch.bfloat16, device=device),
+        starts_S=starts_S,
     )
-    target = load_target(config, device)
-    starts_S = starts_of(samples)
-    place = {sample.sample_id: int(starts_S[i]) for i, sample in enumerate(samples)}
-    width, total = target.spec.hidden_size, int(starts_S[-1])
-    taps_TE = torch.empty(total, taps * width, dtype=torch.bfloat16, device=device)
-    last_TD = torch.empty(total, width, dtype=torch.bfloat16, device=device) if last_hidden else None
-    names = [tap_column(i) for i in target.capture_spec.tap_layer_ids]
-    for batch in batches(samples, config.batch_tokens):
-        for captured in target.capture(batch):
-            start = place[captured.sample.sample_id]
-            span = slice(start, start + captured.sample.num_tokens)
-            taps_TE[span] = torch.cat([captured.states[name] for name in names], dim=-1)
-            if last_TD is not None:
-                last_TD[span] = captured.states[LAST_HIDDEN]
-    plain = target.capture_spec.model_copy(update={"last_hidden": "no"})
-    return States(taps_TE=taps_TE, last_TD=last_TD, starts_S=starts_S), target.spec, plain
 
 
-def through_shards(
-    codec: str,
-    states: States,
-    samples: list[Sample],
-    target: TargetSpec,
-    capture_spec: CaptureSpec,
-    folder: Path,
+def read_chats(
+    dataset: Dataset,
+    device: torch.device,
     threads: int,
-) -> tuple[States, dict[str, Any]]:
-    """Write all states with `codec` into real shards and read them back; what comes out, and costs."""
-    spec = DatasetSpec(
-        target=target,
-        capture=capture_spec,
-        codec=codec,
-        input_sha256=fingerprint([sample.sample_id for sample in samples]),
-        shard_tokens=1 << 18,
-    )
-    store = open_store(str(folder))
-    dataset = create_dataset(store, "quality", spec, samples)
-    place = {sample.sample_id: i for i, sample in enumerate(samples)}
-
-    def captured(sample: Sample) -> CapturedSample:
-        pieces = states.of(place[sample.sample_id]).chunk(len(dataset.columns), dim=-1)
-        return CapturedSample(sample=sample, states=dict(zip(dataset.columns, pieces, strict=True)))
-
-    began = time.perf_counter()
-    if parse_codec(codec).needs_scales:
-        calibration = Calibration()
-        for sample in dataset.calibration_samples():
-            calibration.add(captured(sample).states)
-        dataset.publish_scales(calibration.scales())
-    for shard in dataset.missing():
-        with ShardWriter(dataset, shard, config=WriterConfig(threads=threads)) as writer:
-            for sample in dataset.samples(shard):
-                writer.add(captured(sample))
-            writer.close()
-    dataset.seal()
-    written = time.perf_counter()
-    taps_TE = _read_back(dataset, states, place, threads)
-    info = _costs(dataset, written - began, time.perf_counter() - written)
-    return States(taps_TE=taps_TE, last_TD=states.last_TD, starts_S=states.starts_S), info
-
-
-def _read_back(dataset: Dataset, states: States, place: dict[str, int], threads: int) -> torch.Tensor:
-    """Decode every cell of every shard file into place."""
-    codec, device = parse_codec(dataset.spec.codec), states.taps_TE.device
+    *,
+    last_hidden: bool = False,
+    taps: Sequence[int] | None = None,
+) -> Chats:
+    """Decode every cell of a data set into place on the device; `taps` chooses some by place."""
+    samples = [sample for planned in dataset.plan.shards for sample in dataset.samples(planned.shard)]
+    width = dataset.spec.target.hidden_size
+    names = [name for name in dataset.columns if name != LAST_HIDDEN]
+    names = names if taps is None else [names[i] for i in taps]
+    chats = chats_with(samples, len(names) * width, width if last_hidden else None, device)
+    columns = dict(zip(names, chats.taps_TE.chunk(len(names), dim=-1), strict=True))
+    if chats.last_TD is not None:
+        columns[LAST_HIDDEN] = chats.last_TD
+    codec = parse_codec(dataset.spec.codec)
     scales = {name: scale.to(device) for name, scale in (dataset.scales() or {}).items()}
-    out_TE = torch.empty_like(states.taps_TE)
-    columns = dict(zip(dataset.columns, out_TE.chunk(len(dataset.columns), dim=-1), strict=True))
+    place = {sample.sample_id: int(chats.starts_S[i]) for i, sample in enumerate(samples)}
     with ThreadPoolExecutor(threads) as pool:
-        for name, start, stop, symbols in pool_map(pool, codec.from_bytes, _cells(dataset, states, place)):
+        for name, start, stop, symbols in _in_threads(
+            pool, codec.from_bytes, _cells(dataset, place, columns)
+        ):
             codec.decode_on_device(symbols.to(device), scales.get(name), columns[name][start:stop])
-    return out_TE
+    return chats
 
 
-def _cells(dataset: Dataset, states: States, place: dict[str, int]) -> Iterator[tuple[str, int, int, bytes]]:
+def put_exact(chats: Chats, lossless: Dataset, threads: int, *, tap: int | None, loudest: float) -> None:
+    """Replace one tap, or the `loudest` share of all tokens, by what the lossless data set holds.
+
+    A token is as loud as its loudest tap, measured against that tap's mean energy.
+    """
+    device = chats.taps_TE.device
+    count = len(lossless.spec.capture.tap_layer_ids)
+    pieces = chats.taps_TE.chunk(count, dim=-1)
+    if tap is not None:
+        pieces[tap].copy_(read_chats(lossless, device, threads, taps=(tap,)).taps_TE)
+    if loudest:
+        energies = [piece.float().square().mean(-1) for piece in pieces]
+        loudness_T = torch.stack([energy / energy.mean() for energy in energies]).amax(0)
+        loud = loudness_T.topk(max(1, round(loudest * len(loudness_T)))).indices
+        for i, piece in enumerate(pieces):
+            piece[loud] = read_chats(lossless, device, threads, taps=(i,)).taps_TE[loud]
+
+
+def _cells(
+    dataset: Dataset, place: dict[str, int], columns: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, int, int, bytes]]:
     """(column, first and last place, cell) of all shards."""
+    wanted = ["sample_id", "first_token", "token_ids", *columns]
     for record in dataset.records().values():
         with dataset.store.open(record.object) as file:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=64, columns=wanted):
                 for row in batch.to_pylist():
-                    start = int(states.starts_S[place[row["sample_id"]]]) + row["first_token"]
+                    start = place[row["sample_id"]] + row["first_token"]
                     stop = start + len(row["token_ids"]) // 4
-                    for name in dataset.columns:
+                    for name in columns:
                         yield name, start, stop, row[name]
 
 
-def pool_map(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterator[tuple[Any, ...]]) -> Any:
+def _in_threads(
+    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterator[tuple[Any, ...]]
+) -> Any:
     """Do `work` in threads on the last part of each item; items come in order, that part replaced."""
     waiting: list[tuple[tuple[Any, ...], Any]] = []
     for *rest, last in items:
@@ -235,19 +326,6 @@ def pool_map(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterat
         yield (*head, future.result())
 
 
-def _costs(dataset: Dataset, write_seconds: float, read_seconds: float) -> dict[str, Any]:
-    records = list(dataset.records().values())
-    tokens = sum(record.tokens for record in records)
-    size = sum(sum(record.column_bytes.values()) for record in records)
-    sums = [total_error(records, name) for name in dataset.columns]
-    values = tokens * dataset.spec.target.hidden_size * len(dataset.columns)
-    return {
-        "codec": dataset.spec.codec,
-        "bits_per_value": 8 * size / values,
-        "bytes_per_token": size / tokens,
-        "relative_error": [s.relative_error for s in sums],
-        "energy_error": [s.energy_error for s in sums],
-        "write_seconds": write_seconds,
-        "read_seconds": read_seconds,
-        "tokens": tokens,
-    }
+def families(samples: Sequence[Sample]) -> list[str]:
+    """Family of each sample."""
+    return [family_of(sample.sample_id) for sample in samples]

@@ -208,3 +208,13 @@ def _hash(text: str) -> int:
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The records of `write_prompts`."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def family_of(prompt_id: str) -> str:
+    """Family of a prompt, from its id."""
+    return prompt_id.rsplit("-", 2)[0]
+
+
+def is_held_out(prompt_id: str) -> bool:
+    """Whether a prompt is measured on instead of trained on, from its id."""
+    return prompt_id.rsplit("-", 2)[1] == "held_out"

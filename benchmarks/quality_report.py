@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quality_prompts import TRAINED, UNSEEN
-from quality_runs import BASE
+from quality_runs import BASE, COARSE, GROUPS
 
 Results = list[dict[str, Any]]
 
@@ -20,6 +20,8 @@ def write_report(folder: Path) -> str:
     if not results:
         return "no results yet"
     for result in results:
+        decoded = folder / "decoded" / f"{result['key']}.json"
+        result["decoded"] = json.loads(decoded.read_text()) if decoded.exists() else {}
         families = result["simulated"]
         result["trained_families"] = _together(families, TRAINED)
         result["unseen_families"] = _together(families, UNSEEN)
@@ -74,7 +76,11 @@ def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
         "trained families",
         "unseen families",
     ]
-    return "Acceptance length on held-out chats, by codec of the training data.\n\n" + _table(header, rows)
+    trainings = {(r["steps"], r["row_tokens"], r["anchors"]) for _, found in runs for r in found}
+    said = " and ".join(f"{s:,} steps of {t:,} tokens and {a} blocks" for s, t, a in sorted(trainings))
+    return f"Acceptance length on held-out chats, by codec of the training data ({said}).\n\n" + _table(
+        header, rows
+    )
 
 
 def _family_table(by_name: dict[tuple[str, str], Results]) -> str:
@@ -109,22 +115,27 @@ def _decoded_cells(decoded: dict[str, Any]) -> list[str]:
 
 
 def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
-    groups = [key for key in by_name if key[0] != "codec"]
+    order = {group: i for i, group in enumerate(GROUPS)}
+    keys = sorted((key for key in by_name if key[0] != "codec"), key=lambda key: order[key[0]])
+    coarse = next((i for i, key in enumerate(keys) if key[0] == "finer"), len(keys))
+    keys = [BASE, *keys[:coarse], ("codec", COARSE), *keys[coarse:]]
     rows = [
         [
             group,
             name,
             str(len(found)),
             f"{found[0]['parameters'] / 1e6:.1f} M",
-            f"{statistics.fmean(r['seconds'] for r in found):.0f}",
+            f"{found[0]['anchors']} x {found[0]['block_size']}",
             _spread([r["trained_families"] for r in found]),
             _spread([r["unseen_families"] for r in found]),
         ]
-        for group, name in ([BASE] if BASE in by_name else []) + groups
-        for found in [by_name[group, name]]
+        for group, name in keys
+        if (found := by_name.get((group, name)))
     ]
-    header = ["group", "what", "seeds", "parameters", "seconds", "trained families", "unseen families"]
-    return "Ablations; the first line is what each of them changes in one point.\n\n" + _table(header, rows)
+    header = ["group", "what", "seeds", "parameters", "blocks a step", "trained families", "unseen families"]
+    return f"Ablations; each changes {BASE[1]} in one point, those of the last group {COARSE}.\n\n" + _table(
+        header, rows
+    )
 
 
 def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:

@@ -6,45 +6,44 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from quality_data import Chats, States
+from quality_data import Chats, Clock, families
 
 from dflash_core.acceptance import AcceptanceStats, first_difference, stats_of, teacher_forced_acceptance
 from dflash_core.cached_target import CachedTarget
 from dflash_core.distributed import World
 from dflash_core.drafter import Drafter, DrafterConfig
-from dflash_core.export import export_drafter, load_exported
+from dflash_core.export import load_exported
 from dflash_core.packing import pack_tokens, plan_epoch
-from dflash_core.records import TargetSpec
+from dflash_core.records import Sample, TargetSpec
 from dflash_core.respond import Responder
 from dflash_core.row_batch import RowBatch, prepare_row
 from dflash_core.speculative import DrafterProposer, Generation, greedy_generate, speculative_generate
 from dflash_core.training import Trainer, TrainingConfig, TrainingRow
 
+BASE_CODEC = "tolerance=0.1"
+COARSE = "tolerance=0.5"
 CODECS = (
+    BASE_CODEC,
     "lossless",
+    "tolerance=0.3",
+    COARSE,
     "fp8",
     "tolerance=0.03",
-    "tolerance=0.1",
     "tolerance=0.2",
-    "tolerance=0.3",
-    "tolerance=0.5",
 )
-BASE = ("codec", "tolerance=0.1")
+"""In the order in which their shards are written and their drafters trained."""
+BASE = ("codec", BASE_CODEC)
 """(group, name) of the experiment that every ablation changes in one point."""
-DECODED = {("codec", "lossless"), BASE}
+DECODED = (BASE, ("codec", "lossless"))
 """(group, name) of the experiments whose first seed also decodes for real."""
-BASE_TRAINING: dict[str, Any] = {
-    "row_tokens": 8192,
-    "anchors_per_row": 1024,
-    "epochs": 1000,
-    "optimizer": {"learning_rate": 6e-4},
-}
+TAPS = 5
+BASE_TRAINING: dict[str, Any] = {"epochs": 1000, "optimizer": {"learning_rate": 6e-4}}
 BASE_DRAFTER: dict[str, Any] = {
     "num_layers": 5,
     "num_heads": 9,
@@ -61,93 +60,147 @@ class Experiment:
     group: str
     """Experiments of one group are shown together."""
     name: str
-    codec: str = "lossless"
+    codec: str = BASE_CODEC
     seed: int = 0
+    round: int = 0
+    """Experiments of an earlier round are run first."""
     training: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
     taps: tuple[int, ...] | None = None
     """Which of the captured taps to use, by place; None: all."""
-    steps: float = 1.0
-    """Share of the usual number of steps."""
+    exact_tap: int | None = None
+    """Place of a tap that is read without loss, whatever the codec."""
+    exact_loudest: float = 0.0
+    """Share of the tokens, the loudest ones, that are read without loss."""
 
     @property
     def key(self) -> str:
         """File name of the result."""
-        return f"{self.group}--{self.name}--seed{self.seed}".replace("=", "_")
+        return f"{self.group}--{self.name}--seed{self.seed}".replace("=", "_").replace(" ", "_")
+
+    @property
+    def last_hidden(self) -> bool:
+        """Whether training needs the target's last hidden state."""
+        return "kl_weight" in self.training.get("loss", {})
+
+    @property
+    def data(self) -> tuple[Any, ...]:
+        """What must be read for it; experiments with equal `data` can share it."""
+        return self.codec, self.last_hidden, self.exact_tap, self.exact_loudest
+
+    @property
+    def shapes(self) -> str:
+        """Experiments with equal `shapes` run the same compiled graphs."""
+        sizes = {k: v for k, v in self.drafter.items() if k != "sliding_window"}
+        taps = TAPS if self.taps is None else len(self.taps)
+        return f"{sizes} {self.training.get('anchors_per_row')} {taps}"
 
 
-def experiments(seeds: int, groups: Sequence[str]) -> list[Experiment]:
-    """All experiments in the order in which they are worth running: first seed first."""
-    found = []
+def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experiment]:
+    """All experiments in the order in which they are worth running.
+
+    `anchors`: blocks of a step where the experiment does not say otherwise.
+    """
+    rounds: list[list[Experiment]] = []
     for seed in range(seeds):
-        found += [Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS]
-        if seed < max(1, seeds - 1):
-            found += _ablations(seed)
-    return [experiment for experiment in found if experiment.group in groups]
+        rounds.append([Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS])
+        rounds += [_ablations(seed, anchors), _finer(seed)]
+    # Two seeds of what most users ask come before the first of what few do.
+    rounds.sort(key=lambda r: r[0].seed + {"codec": 0, "finer": 2.2}.get(r[0].group, 0.5))
+    return [replace(e, round=i) for i, r in enumerate(rounds) for e in r if e.group in groups]
 
 
-def _ablations(seed: int) -> list[Experiment]:
+def _ablations(seed: int, anchors: int) -> list[Experiment]:
     """Each differs from BASE in one point."""
 
     def one(group: str, name: str, **changes: Any) -> Experiment:
-        return Experiment(group=group, name=name, codec="tolerance=0.1", seed=seed, **changes)
+        return Experiment(group=group, name=name, seed=seed, **changes)
 
     sliding = {"layer_types": ("sliding_attention",) * 4 + ("full_attention",), "sliding_window": 128}
-    block32 = [
-        one("gamma-block32", f"gamma={g}", training={"loss": {"gamma": g}}, drafter={"block_size": 32})
-        for g in (7.0, 10.0, 14.0)
-    ]
+    # Half as many blocks of twice the size: as many slots a step as everywhere.
+    block32 = {"anchors_per_row": anchors // 2}
     return [
-        *block32,
-        one("anchors", "anchors=256", training={"anchors_per_row": 256}),
-        one("anchors", "anchors=512", training={"anchors_per_row": 512}),
+        *(
+            one(
+                "gamma-block32",
+                f"gamma={gamma}",
+                training={**block32, "loss": {"gamma": float(gamma)}},
+                drafter={"block_size": 32},
+            )
+            for gamma in (7, 10, 14)
+        ),
         one("objective", "D-PACE", training={"loss": {"weighting": "dpace"}}),
         one("objective", "KL 0.5", training={"loss": {"kl_weight": 0.5}}),
         one("optimizer", "Muon", training={"optimizer": {"learning_rate": 6e-4, "name": "muon"}}),
         one("taps", "3 taps", taps=(0, 2, 4)),
-        one("attention", "4 sliding (128), 1 full", drafter=sliding),
-        one("layers", "3 layers", drafter={"num_layers": 3}),
+        one("attention", "4 sliding (128) + 1 full", drafter=sliding),
+        *(
+            one("anchors", f"anchors={a}", training={"anchors_per_row": a})
+            for a in (anchors // 2, anchors * 2)
+        ),
     ]
 
 
-GROUPS = tuple(dict.fromkeys(["codec", *(experiment.group for experiment in _ablations(0))]))
+def _finer(seed: int) -> list[Experiment]:
+    """What suffers from coarse steps: all is coarse but one tap, or but the loudest tokens."""
+    return [
+        *(
+            Experiment(group="finer", name=f"tap {i} exact", codec=COARSE, seed=seed, exact_tap=i)
+            for i in range(TAPS)
+        ),
+        Experiment(
+            group="finer", name="loudest 1 percent exact", codec=COARSE, seed=seed, exact_loudest=0.01
+        ),
+    ]
+
+
+GROUPS = tuple(dict.fromkeys(["codec", *(e.group for e in _ablations(0, 2) + _finer(0))]))
+
+
+class TimeOver(RuntimeError):
+    """The deadline came before the drafter was trained."""
 
 
 class Rows:
     """Packed rows of all steps of one run, prepared ahead in threads; the same for every codec."""
 
     def __init__(
-        self, chats: Chats, drafter: DrafterConfig, training: TrainingConfig, steps: int, device: torch.device
+        self,
+        samples: list[Sample],
+        drafter: DrafterConfig,
+        training: TrainingConfig,
+        steps: int,
+        device: torch.device,
     ) -> None:
-        self._chats, self._drafter, self._training = chats, drafter, training
+        self._samples, self._drafter, self._training = samples, drafter, training
         self._steps, self._device = steps, device
 
-    def __iter__(self) -> Iterator[tuple[RowBatch, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[RowBatch, np.ndarray]]:
         """(row on the device, samples in it), one a step."""
-        with ThreadPoolExecutor(6) as pool:
-            waiting: list[Future[tuple[RowBatch, list[int]]]] = []
-            for epoch, samples in self._plan():
-                waiting.append(pool.submit(self._prepare, epoch, samples))
-                if len(waiting) > 24:
-                    yield self._moved(*waiting.pop(0).result())
-            for future in waiting:
-                yield self._moved(*future.result())
+        with ThreadPoolExecutor(4) as pool:
+            waiting: list[Future[tuple[RowBatch, np.ndarray]]] = []
+            try:
+                for epoch, samples in self._plan():
+                    waiting.append(pool.submit(self._prepare, epoch, samples))
+                    if len(waiting) > 16:
+                        yield self._moved(*waiting.pop(0).result())
+                for future in waiting:
+                    yield self._moved(*future.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
 
-    def _plan(self) -> Iterator[tuple[int, list[int]]]:
-        trained = np.array(self._chats.trained)
-        lengths = np.array([self._chats.samples[i].num_tokens for i in trained])
-        left, epoch = self._steps, 0
+    def _plan(self) -> Iterator[tuple[int, np.ndarray]]:
+        lengths = np.array([sample.num_tokens for sample in self._samples])
+        left, epoch, row_tokens = self._steps, 0, self._training.row_tokens
         while left > 0:
-            plan = plan_epoch(
-                lengths, seed=self._training.seed, epoch=epoch, row_tokens=self._training.row_tokens
-            )
+            plan = plan_epoch(lengths, seed=self._training.seed, epoch=epoch, row_tokens=row_tokens)
             for row in plan[:left]:
-                yield epoch, trained[row].tolist()
+                yield epoch, row
             left -= len(plan)
             epoch += 1
 
-    def _prepare(self, epoch: int, samples: list[int]) -> tuple[RowBatch, list[int]]:
-        packed = pack_tokens([self._chats.samples[i] for i in samples], self._training.row_tokens)
+    def _prepare(self, epoch: int, samples: np.ndarray) -> tuple[RowBatch, np.ndarray]:
+        packed = pack_tokens([self._samples[i] for i in samples], self._training.row_tokens)
         row = prepare_row(
             packed,
             self._drafter,
@@ -158,39 +211,38 @@ class Rows:
         )
         return (row.pin() if self._device.type == "cuda" else row), samples
 
-    def _moved(self, row: RowBatch, samples: list[int]) -> tuple[RowBatch, list[int]]:
+    def _moved(self, row: RowBatch, samples: np.ndarray) -> tuple[RowBatch, np.ndarray]:
         return row.to(self._device), samples
 
 
-def training_row(
-    states: States, row: RowBatch, samples: list[int], taps: Sequence[int] | None
-) -> TrainingRow:
+def training_row(chats: Chats, row: RowBatch, samples: np.ndarray, taps: Sequence[int] | None) -> TrainingRow:
     """Gather the row's hidden states from those of all chats."""
-    device = states.taps_TE.device
-    places = torch.from_numpy(states.rows(samples)).to(device)
+    places = torch.from_numpy(chats.rows(samples.tolist()))
+    if chats.taps_TE.is_cuda:
+        places = places.pin_memory()
+    places = places.to(chats.taps_TE.device, non_blocking=True)
     empty = len(row.position_C) - len(places)
-    taps_CE = torch.nn.functional.pad(choose_taps(states, states.taps_TE[places], taps), (0, 0, 0, empty))
+    taps_CE = torch.nn.functional.pad(choose_taps(chats.taps_TE[places], taps), (0, 0, 0, empty))
     last_CD = None
-    if states.last_TD is not None:
-        last_CD = torch.nn.functional.pad(states.last_TD[places], (0, 0, 0, empty))
+    if chats.last_TD is not None:
+        last_CD = torch.nn.functional.pad(chats.last_TD[places], (0, 0, 0, empty))
     return TrainingRow(batch=row, taps_CE=taps_CE, last_hidden_CD=last_CD)
 
 
-def choose_taps(states: States, taps_TE: torch.Tensor, taps: Sequence[int] | None) -> torch.Tensor:
+def choose_taps(taps_TE: torch.Tensor, taps: Sequence[int] | None) -> torch.Tensor:
     """The columns of some taps only."""
     if taps is None:
         return taps_TE
-    width = states.last_TD.shape[1] if states.last_TD is not None else taps_TE.shape[1] // 5
-    return torch.cat([taps_TE[:, i * width : (i + 1) * width] for i in taps], dim=-1)
+    pieces = taps_TE.chunk(TAPS, dim=-1)
+    return torch.cat([pieces[i] for i in taps], dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What all experiments share."""
 
-    chats: Chats
-    exact: States
-    """States as the target gave them: what a served drafter sees."""
+    held_out: Chats
+    """With exact states: what a served drafter sees."""
     target: TargetSpec
     tap_layer_ids: tuple[int, ...]
     embedding_VD: torch.Tensor
@@ -219,10 +271,14 @@ def drafter_config(bench: Bench, experiment: Experiment) -> DrafterConfig:
     )
 
 
-def train(bench: Bench, states: States, experiment: Experiment) -> tuple[Drafter, dict[str, Any]]:
-    """Train one drafter on `states`; the drafter, and the curve of what training measured."""
-    steps = max(1, round(bench.steps * experiment.steps))
-    common = {**BASE_TRAINING, **bench.training, "max_steps": steps, "seed": experiment.seed}
+def train(
+    bench: Bench, chats: Chats, experiment: Experiment, time_left: Clock
+) -> tuple[Drafter, dict[str, Any]]:
+    """Train one drafter on `chats`; the drafter, and the curve of what training measured.
+
+    Raise TimeOver when the deadline comes first.
+    """
+    common = {**BASE_TRAINING, **bench.training, "max_steps": bench.steps, "seed": experiment.seed}
     training = TrainingConfig(**{**common, **experiment.training})
     config = drafter_config(bench, experiment)
     drafter = Drafter(config, compute_dtype=training.dtype)
@@ -231,35 +287,50 @@ def train(bench: Bench, states: States, experiment: Experiment) -> tuple[Drafter
     if bench.device.type == "cuda":
         drafter.compile_regions()
     world = World(rank=0, size=1, device=bench.device)
-    trainer = Trainer(drafter, bench.embedding_VD, bench.head_VD, training, total_steps=steps, world=world)
+    trainer = Trainer(
+        drafter, bench.embedding_VD, bench.head_VD, training, total_steps=bench.steps, world=world
+    )
     curve: list[dict[str, float]] = []
     began = time.perf_counter()
-    for step, (row, samples) in enumerate(Rows(bench.chats, config, training, steps, bench.device), start=1):
-        trainer.step([training_row(states, row, samples, experiment.taps)], 1)
-        if step % max(1, steps // 20) == 0 or step == steps:
+    rows = Rows(chats.samples, config, training, bench.steps, bench.device)
+    for step, (row, samples) in enumerate(rows, start=1):
+        if not time_left():
+            raise TimeOver(f"after {step - 1} of {bench.steps} steps")
+        trainer.step([training_row(chats, row, samples, experiment.taps)], 1)
+        if step % max(1, bench.steps // 20) == 0 or step in (1, bench.steps):
             summary, _ = trainer.summary()
             curve.append(
-                {"step": step, "loss": summary.loss, "acceptance_length": summary.acceptance_length_whole}
+                {
+                    "step": step,
+                    "loss": summary.loss,
+                    "acceptance_length": summary.acceptance_length_whole,
+                    "seconds": time.perf_counter() - began,
+                }
             )
-    return drafter.eval(), {"steps": steps, "seconds": time.perf_counter() - began, "curve": curve}
+    return drafter.eval(), {
+        "steps": bench.steps,
+        "row_tokens": training.row_tokens,
+        "anchors": training.anchors_per_row,
+        "seconds": time.perf_counter() - began,
+        "curve": curve,
+    }
 
 
 @torch.inference_mode()
 def simulated(bench: Bench, drafter: Drafter, taps: Sequence[int] | None) -> dict[str, AcceptanceStats]:
     """Acceptance on the held-out chats of each family: leading match with what the target wrote greedily."""
     found: dict[str, AcceptanceStats] = {}
-    for i in bench.chats.evaluated:
-        sample = bench.chats.samples[i]
+    samples = bench.held_out.samples
+    for i, (sample, family) in enumerate(zip(samples, families(samples), strict=True)):
         stats = teacher_forced_acceptance(
             drafter,
-            choose_taps(bench.exact, bench.exact.of(i), taps),
-            torch.from_numpy(sample.token_ids_T).to(bench.device),
-            torch.from_numpy(sample.loss_mask_T).to(bench.device),
+            choose_taps(bench.held_out.of(i), taps),
+            torch.tensor(sample.token_ids_T).to(bench.device),
+            torch.tensor(sample.loss_mask_T).to(bench.device),
             bench.embedding_VD,
             bench.head_VD,
             anchors_per_forward=256,
         )
-        family = bench.chats.family[sample.sample_id]
         found[family] = found[family] + stats if family in found else stats
     return found
 
@@ -267,33 +338,35 @@ def simulated(bench: Bench, drafter: Drafter, taps: Sequence[int] | None) -> dic
 class Decoding:
     """Real speculative decoding on held-out prompts; the plain target decodes them once for all drafters."""
 
-    def __init__(self, bench: Bench, responder: Responder, per_family: int, new_tokens: int) -> None:
-        self._bench, self._responder = bench, responder
+    def __init__(self, samples: list[Sample], responder: Responder, per_family: int, new_tokens: int) -> None:
+        self._responder = responder
         self._stop, self._new_tokens = frozenset(responder.stop_ids), new_tokens
         self._prompts: dict[str, list[list[int]]] = defaultdict(list)
-        for i in bench.chats.evaluated:
-            sample = bench.chats.samples[i]
-            prompts = self._prompts[bench.chats.family[sample.sample_id]]
-            if len(prompts) < per_family:
-                prompts.append(sample.token_ids_T[: int(np.argmax(sample.loss_mask_T))].tolist())
+        for sample, family in zip(samples, families(samples), strict=True):
+            if len(self._prompts[family]) < per_family:
+                prompt = sample.token_ids_T[: int(np.argmax(sample.loss_mask_T))]
+                self._prompts[family].append(prompt.tolist())
         self._plain: dict[str, list[Generation]] = {}
 
-    def measure(self, drafter: Drafter, folder: Path) -> dict[str, Any]:
-        """Export the drafter, load it as a server would, decode; per family and together."""
-        export_drafter(drafter, folder, self._bench.target)
-        served = load_exported(folder, device=self._bench.device, dtype=self._bench.head_VD.dtype)
+    def measure(self, folder: Path, time_left: Clock) -> dict[str, Any]:
+        """Load an exported drafter as a server would, decode; a report a family, as far as there is time."""
+        model = self._responder.model
+        served = load_exported(folder, device=self._responder.device, dtype=model.dtype)
         report: dict[str, Any] = {}
-        with CachedTarget(self._responder.model, served.config.tap_layer_ids) as target:
+        with CachedTarget(model, served.config.tap_layer_ids) as target:
             proposer = DrafterProposer(served, target)
             limits: dict[str, Any] = {"max_new_tokens": self._new_tokens, "stop_ids": self._stop}
             warm = next(iter(self._prompts.values()))[0]
-            speculative_generate(target, proposer, warm, max_new_tokens=8)
+            greedy_generate(target, warm, max_new_tokens=16)
+            speculative_generate(target, proposer, warm, max_new_tokens=16)
             for family, prompts in self._prompts.items():
+                if not time_left():
+                    break
                 if family not in self._plain:
-                    greedy_generate(target, prompts[0], max_new_tokens=4)
                     self._plain[family] = [greedy_generate(target, p, **limits) for p in prompts]
                 drafted = [speculative_generate(target, proposer, p, **limits) for p in prompts]
                 report[family] = self._compare(family, drafted, served.config.block_size)
+                print(f"decoded {family}: {report[family]['acceptance_length']:.2f}", flush=True)
         return report
 
     def _compare(self, family: str, drafted: list[Generation], block_size: int) -> dict[str, Any]:
