@@ -1,6 +1,7 @@
 """The services of docker-compose.yml by hand, and two machines on them that share only server and store.
 
-Prefect runs on Postgres where its programs are installed, else on SQLite; the store is SeaweedFS.
+Prefect runs on Postgres where its programs are installed, else on SQLite; the store is SeaweedFS. The
+machines are network namespaces where the kernel lets us make some.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import getpass
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +25,25 @@ import pytest
 
 from flows.config import ExtractConfig
 from storage.dataset import open_dataset
+from tests.flows.networks import Network, network_of
 from tests.flows.test_up import BIN, ROOT, free_port, wait_for
-from tests.storage.seaweed import SeaweedServer
+from tests.storage.seaweed import SeaweedServer, running_server
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Two machines with networks of their own, if that can be had."""
+    with network_of(["one", "two"]) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def store(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """An object store that both machines reach."""
+    with running_server(tmp_path_factory.mktemp("store"), network.host) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -76,32 +94,35 @@ def running(command: list[Any], folder: Path, environment: dict[str, str]) -> It
 
 
 def test_two_machines_share_a_large_extraction(
+    network: Network,
     database: str | None,
-    s3: SeaweedServer,
-    s3_uri: str,
+    store: SeaweedServer,
     extract_config: Callable[..., ExtractConfig],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    port = free_port()
-    api = f"http://127.0.0.1:{port}/api"
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    uri, port = f"{store.uri}/shared", free_port()
+    api = f"http://{network.host}:{port}/api"
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    common = {**plain, **s3.environment, "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "OMP_NUM_THREADS": "1"}
+    common = {**plain, "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "OMP_NUM_THREADS": "1"}
     for_server = {**common, "PREFECT_HOME": str(tmp_path / "server-home")}
     if database is not None:
         for_server["PREFECT_API_DATABASE_CONNECTION_URL"] = database
-    serve = [BIN / "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    serve = [BIN / "prefect", "server", "start", "--host", network.host, "--port", str(port)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(running(serve, tmp_path / "server", for_server))
         wait_for("the server", lambda: healthy(api) or None, 600)
         logs = []
-        for name in ("one", "two"):
+        for name, enter in network.machines.items():
             home = {"PREFECT_HOME": str(tmp_path / f"{name}-home"), "PREFECT_API_URL": api}
-            join = [BIN / "dflash", "join", "--limit", "2"]
+            join = [*enter, BIN / "dflash", "join", "--limit", "2"]
             log = stack.enter_context(running(join, tmp_path / name, {**common, **home}))
             wait_for("a machine", lambda log=log: "Ctrl-C stops" in log.read_text() or None, 300)
             logs.append(log)
 
-        config = extract_config(store=s3_uri, shards_per_child=2, shard_tokens=400, codec="lossless")
+        config = extract_config(store=uri, shards_per_child=2, shard_tokens=400, codec="lossless")
         ask = httpx.Client(base_url=api, timeout=60)
         switch_on_training(ask)
         run = start_extraction(api, config)
@@ -109,13 +130,36 @@ def test_two_machines_share_a_large_extraction(
         assert state["type"] == "COMPLETED", (state, [log.read_text()[-3000:] for log in logs])
         trained = wait_for("the training that follows", lambda: run_of(ask, "train-drafter"))
 
-    dataset = open_dataset(s3_uri)
+    dataset = open_dataset(uri)
     assert dataset.sealed and len(dataset.plan.shards) > 4
     assert trained["parameters"]["dataset"] == dataset.uri
     # Each machine took a part: the whole extraction, or some of its children.
     for log in logs:
         assert "Beginning" in log.read_text(), log.read_text()
         assert log.read_text().rstrip().endswith("stopped")
+
+
+def test_the_machines_share_no_network(network: Network, store: SeaweedServer) -> None:
+    if network.refusal:
+        pytest.skip(f"the machines shared one network, namespaces are refused here: {network.refusal}")
+    with running_loopback() as port:
+        for enter in network.machines.values():
+            assert reaches([], "127.0.0.1", port) and not reaches(enter, "127.0.0.1", port)
+            assert reaches(enter, network.host, store.port)
+
+
+@contextlib.contextmanager
+def running_loopback() -> Iterator[int]:
+    """A port of this machine's own loopback that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def reaches(enter: list[str], host: str, port: int) -> bool:
+    """Whether a process on a machine can connect."""
+    connect = f"import socket; socket.create_connection(({host!r}, {port}), 10)"
+    done = subprocess.run([*enter, sys.executable, "-c", connect], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def healthy(api: str) -> bool:

@@ -27,15 +27,15 @@ def free_ports(count: int) -> list[int]:
 
 
 class SeaweedServer:
-    """One `weed mini` process on 127.0.0.1. It keeps its ports and data however often it is killed."""
+    """One `weed mini` process on one address. It keeps its ports and data however often it is killed."""
 
     access_key = "test-access-key"
     secret_key = "test-secret-key-0123456789"
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, host: str = "127.0.0.1") -> None:
+        self.root, self.host = root, host
         self.port, *self._others = free_ports(9)  # one for every listener
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://{host}:{self.port}"
         self.uri = f"s3://{BUCKET}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -82,8 +82,8 @@ class SeaweedServer:
                     program,
                     "mini",
                     f"-dir={self.root / 'data'}",
-                    "-ip=127.0.0.1",
-                    "-ip.bind=127.0.0.1",
+                    f"-ip={self.host}",
+                    f"-ip.bind={self.host}",
                     "-master.telemetry=false",
                     "-admin.ui=false",
                     "-webdav=false",
@@ -136,8 +136,8 @@ class SeaweedServer:
 
 
 @contextmanager
-def running_server(root: Path) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(root)
+def running_server(root: Path, host: str = "127.0.0.1") -> Iterator[SeaweedServer]:
+    server = SeaweedServer(root, host)
     try:
         server.start()
         yield server
