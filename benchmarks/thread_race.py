@@ -1,6 +1,7 @@
 """Shows why each GPU has a process of its own: compiled code called in one thread fails while another traces.
 
     python benchmarks/thread_race.py                # on whatever is installed, on a GPU if there is one
+    python benchmarks/thread_race.py --flex         # with flex attention instead of some products
     python benchmarks/thread_race.py --as-2.11      # newer torch without the change that hides the fault
 
 torch keeps "somebody is tracing with FX" in one flag for the whole process, and every call of a compiled
@@ -12,71 +13,87 @@ while any other thread is inside a trace, as every compile is for a while. Since
 flag hides this during Dynamo's own compiles; since 2.14 the first flag belongs to the thread. Processes share
 neither.
 
-Prints JSON:
+Prints a line of JSON after each case, and all of them at the end:
     held            deterministic: a warm function is called while another thread is held inside an FX trace,
                     or inside its first compile; what happened
-    threads         one thread calls a warm function in a loop while others compile: calls and failures
-    processes_cold  one process a worker, each compiling and training on all shapes, one shared empty cache
+    race            one thread calls a warm function in a loop while another compiles
+    threads         threads that train, each on lengths of its own, as one process for several GPUs would
+    processes_cold  the same work with one process a worker, on one shared empty cache
     processes_warm  the same again with what that left
+
+A case that exceeds its share of --seconds is ended, and shows how far it came.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-Step = Callable[[int], None]
-HOLD_S = 20.0
+from dflash_core.compile_watch import seconds_since_process_start
+
+Step = Callable[[int], torch.Tensor]
+"""A compiled function of a length, each new length being a new graph; returns a loss."""
+HOLD_S = 10.0
+WARM_STEPS = 30
+"""Steps that a worker takes between two new lengths."""
+SHARES = {"held": 0.25, "race": 0.3, "threads": 0.3, "processes_cold": 0.3, "processes_warm": 0.3}
+"""Of --seconds, the most that a case may take; usually all of them together need half."""
 
 
-def make_step(device: str) -> Step:
-    """Return a compiled training step that takes a length: each new length is a new graph.
+def make_step(device: str, flex: bool) -> Step:
+    """Return a compiled function with a backward: some products by default, flex attention on request.
 
-    Flex attention with its backward on a GPU; a small product on the CPU, where flex has no backward, through
-    AOTAutograd alone, because a C++ compiler adds minutes and no trace.
+    On a CPU through AOTAutograd alone: a C++ compiler adds minutes and no trace, and flex has no backward.
     """
-    if device == "cuda":
+    if flex:
         from torch.nn.attention.flex_attention import flex_attention
 
         attend = torch.compile(flex_attention, dynamic=False)
 
-        def attention_step(length: int) -> None:
+        def attention(length: int) -> torch.Tensor:
             q, k, v = (
                 torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                 for _ in range(3)
             )
-            attend(q, k, v).sum().backward()
-            torch.cuda.synchronize()
+            return attend(q, k, v).sum()
 
-        return attention_step
+        return attention
 
-    @torch.compile(backend="aot_eager", dynamic=False)
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        for _ in range(30):
+    @torch.compile(backend="inductor" if device == "cuda" else "aot_eager", dynamic=False)
+    def products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
             x = torch.tanh(x @ weight) + x
         return x.sum()
 
-    weight = torch.full((16, 16), 0.01, requires_grad=True)
-
-    def product_step(length: int) -> None:
-        product(torch.ones(length, 16), weight).backward()
-
-    return product_step
+    weight = torch.full((16, 16), 0.01, device=device, requires_grad=True)
+    return lambda length: products(torch.ones(length, 16, device=device), weight)
 
 
-def held() -> dict[str, str]:
+def train(step: Step, lengths: Sequence[int]) -> Iterator[str]:
+    """Begin with one length after the other, and go on training on all so far; yield how each step ended."""
+    for known in range(1, len(lengths) + 1):
+        for length in (lengths[known - 1], *itertools.islice(itertools.cycle(lengths[:known]), WARM_STEPS)):
+            yield outcome_of(lambda length=length: step(length).backward())  # type: ignore[misc]
+
+
+def held(arguments: argparse.Namespace) -> None:
     """Call a warm function while another thread is held inside a trace."""
     inside, go = threading.Event(), threading.Event()
 
@@ -109,7 +126,7 @@ def held() -> dict[str, str]:
         found[name] = outcome_of(lambda: warm(x))
         go.set()
         thread.join()
-    return found
+        say(**found)
 
 
 def outcome_of(call: Callable[[], Any]) -> str:
@@ -121,90 +138,114 @@ def outcome_of(call: Callable[[], Any]) -> str:
     return "ok"
 
 
-def threads(device: str, workers: int, shapes: int, seconds: float) -> dict[str, Any]:
-    """Call a warm function in this thread while others compile; count what raises."""
-    step = make_step(device)
+def race(arguments: argparse.Namespace) -> None:
+    """Call a warm function in this thread while another compiles; count what raises."""
+    step = make_step(arguments.device, arguments.flex)
+    step(128).backward()
     step(128)
-    step(128)
-    done = threading.Event()
-    errors: list[str] = []
 
-    def compile_new(worker: int) -> None:
-        for number in range(shapes):
-            try:
-                step(256 + 128 * (worker * shapes + number))
-            except RuntimeError as error:
-                errors.append(str(error)[:120])
-        done.set()
+    def compile_new() -> None:
+        for number in range(arguments.workers * arguments.shapes):
+            # What happens to this thread counts in the case "threads".
+            outcome_of(lambda number=number: step(256 + 128 * number).backward())  # type: ignore[misc]
 
-    others = [threading.Thread(target=compile_new, args=(i,), daemon=True) for i in range(workers - 1)]
-    for other in others:
-        other.start()
+    other = threading.Thread(target=compile_new, daemon=True)
+    other.start()
     calls, raised, first_error = 0, 0, ""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(other.is_alive() for other in others):
+    while other.is_alive() and time.monotonic() < arguments.end:
         calls += 1
         if (said := outcome_of(lambda: step(128))) != "ok":
             raised += 1
             first_error = first_error or said
-    finished = not any(other.is_alive() for other in others)
-    return {
-        "calls_of_the_warm_function": calls,
-        "raised": raised,
-        "first_error": first_error,
-        "raised_in_compiling_threads": len(errors),
-        "compiling_threads_finished": finished,
-    }
-
-
-def one_process(device: str, shapes: int) -> dict[str, Any]:
-    """Train on every shape, as a worker with a process of its own."""
-    step = make_step(device)
-    done, errors = 0, []
-    for _ in range(2):
-        for number in range(shapes):
-            said = outcome_of(lambda number=number: step(128 + 128 * number))  # type: ignore[misc]
-            done += said == "ok"
-            errors += [said] if said != "ok" else []
-    return {"steps_ok": done, "errors": errors}
-
-
-def child(arguments: argparse.Namespace, case: str, cache: str) -> subprocess.Popen[str]:
-    """Start one case in a process of its own."""
-    command = [sys.executable, __file__, "--case", case, "--device", arguments.device]
-    command += ["--workers", str(arguments.workers), "--shapes", str(arguments.shapes)]
-    command += ["--seconds", str(arguments.seconds), *(["--as-2.11"] if arguments.as_2_11 else [])]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    say(
+        calls_of_the_warm_function=calls,
+        raised=raised,
+        first_error=first_error,
+        compiling_thread_finished=not other.is_alive(),
     )
 
 
-def result_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+def threads(arguments: argparse.Namespace) -> None:
+    """Train in several threads of this process."""
+    step, number = make_step(arguments.device, arguments.flex), arguments.shapes
+    outcomes: list[str] = []
+
+    def work(worker: int) -> None:
+        for said in train(step, [128 * (1 + worker * number + i) for i in range(number)]):
+            outcomes.append(said)
+
+    others = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(arguments.workers)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(max(0.0, arguments.end - time.monotonic()))
+    errors = [said for said in outcomes if said != "ok"]
+    say(
+        steps=arguments.workers * number * (1 + WARM_STEPS),
+        steps_ok=outcomes.count("ok"),
+        steps_raised=len(errors),
+        first_error=errors[0] if errors else "",
+        finished=not any(other.is_alive() for other in others),
+    )
+
+
+def one_process(arguments: argparse.Namespace) -> None:
+    """Train in a process of its own."""
+    step, done, errors = make_step(arguments.device, arguments.flex), 0, []
+    for said in train(step, [128 * (1 + i) for i in range(arguments.shapes)]):
+        done += said == "ok"
+        errors += [said] if said != "ok" else []
+        say(steps_ok=done, errors=errors)
+
+
+def say(**fields: Any) -> None:
+    """Tell the parent how far a case is; the last line counts."""
+    print(json.dumps(fields), flush=True)
+
+
+def child(arguments: argparse.Namespace, case: str, cache: str, seconds: float) -> subprocess.Popen[str]:
+    """Start one case in a process of its own."""
+    command = [sys.executable, __file__, "--case", case, "--device", arguments.device]
+    command += ["--workers", str(arguments.workers), "--shapes", str(arguments.shapes)]
+    command += ["--seconds", str(seconds)]
+    command += [*(["--as-2.11"] if arguments.as_2_11 else []), *(["--flex"] if arguments.flex else [])]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def result_of(process: subprocess.Popen[str], end: float) -> dict[str, Any]:
     """Wait for a case. One that hangs is an outcome too: overlapping traces can leave the flag set."""
+    ended = ""
     try:
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {"outcome": f"did not finish in {seconds:.0f} s"}
-    if process.returncode:
-        return {"outcome": f"exit code {process.returncode}", "stderr": err[-600:]}
-    found = json.loads(out.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+        ended = "did not finish in its time"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if process.returncode and not ended:
+        ended = f"exit code {process.returncode}: {err[-600:]}"
+    return found | ({"outcome": ended} if ended else {})
 
 
-def processes(arguments: argparse.Namespace, cache: str) -> dict[str, Any]:
+def processes(arguments: argparse.Namespace, cache: str, seconds: float) -> dict[str, Any]:
     """Run all workers at once on one cache directory."""
-    began = time.monotonic()
-    started = [child(arguments, "one_process", cache) for _ in range(arguments.workers)]
-    results = [result_of(process, 4 * arguments.seconds) for process in started]
+    end = time.monotonic() + seconds
+    started = [child(arguments, "one_process", cache, seconds) for _ in range(arguments.workers)]
+    results = [result_of(process, end) for process in started]
     return {
+        "steps": arguments.workers * arguments.shapes * (1 + WARM_STEPS),
         "steps_ok": sum(result.get("steps_ok", 0) for result in results),
-        "steps": arguments.workers * 2 * arguments.shapes,
         "failures": [result for result in results if result.get("errors") or "outcome" in result],
-        "seconds": round(time.monotonic() - began, 1),
     }
 
 
@@ -214,10 +255,9 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=3, help="threads, and then processes")
-    parser.add_argument("--shapes", type=int, default=3, help="graphs that each worker compiles")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="the longest that the thread case may take"
-    )
+    parser.add_argument("--shapes", type=int, default=2, help="graphs that each worker compiles")
+    parser.add_argument("--flex", action="store_true", help="compile flex attention; needs a GPU, and longer")
+    parser.add_argument("--seconds", type=float, default=150.0, help="the longest that all of it may take")
     parser.add_argument(
         "--as-2.11", dest="as_2_11", action="store_true", help="undo what hides the fault since 2.13"
     )
@@ -225,26 +265,27 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.as_2_11 and hasattr(torch.compiler, "_compile_session_context"):
         torch.compiler._compile_session_context = contextlib.nullcontext
-    if arguments.case == "held":
-        print(json.dumps(held()))
-    elif arguments.case == "threads":
-        print(
-            json.dumps(threads(arguments.device, arguments.workers, arguments.shapes, arguments.seconds)),
-            flush=True,
+    if arguments.case:
+        # Some seconds went into starting this process, and some are left for telling.
+        arguments.end = time.monotonic() + arguments.seconds - seconds_since_process_start() - 3.0
+        {"held": held, "race": race, "threads": threads, "one_process": one_process}[arguments.case](
+            arguments
         )
         os._exit(0)  # compiling threads may be stuck
-    elif arguments.case == "one_process":
-        print(json.dumps(one_process(arguments.device, arguments.shapes)))
-    else:
-        gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-        found: dict[str, Any] = {"torch": torch.__version__, "device": gpu, "as_2_11": arguments.as_2_11}
-        with tempfile.TemporaryDirectory() as cache:
-            for case in ("held", "threads"):
-                process = child(arguments, case, f"{cache}/{case}")
-                found[case] = result_of(process, 2 * arguments.seconds + 120)
-            for case in ("processes_cold", "processes_warm"):
-                found[case] = processes(arguments, f"{cache}/processes")
-        print(json.dumps(found, indent=1))
+    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    found: dict[str, Any] = {"torch": torch.__version__, "device": gpu, "as_2_11": arguments.as_2_11}
+    end = time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory() as cache:
+        for case, share in SHARES.items():
+            began = time.monotonic()
+            seconds = min(share * arguments.seconds, end - began)
+            if case.startswith("processes"):
+                found[case] = processes(arguments, f"{cache}/processes", seconds)
+            else:
+                found[case] = result_of(child(arguments, case, f"{cache}/{case}", seconds), began + seconds)
+            found[case]["seconds"] = round(time.monotonic() - began, 1)
+            print(json.dumps({case: found[case]}), flush=True)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

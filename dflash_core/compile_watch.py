@@ -5,7 +5,10 @@ things are looked at: compile events, cache misses and bypasses, and kernel file
 
 The launcher starts ranks with `environment_for_ranks(...)`. A rank then does
 
-    watch = Watch.from_environment().start()          # before the first compiled call
+    watch = Watch.from_environment()
+    watch.load_compiler()                              # imports it while the weights are loaded
+    ...device, model, data...
+    watch.start()                                      # before the first compiled call
     ...one full step: forward, backward, optimizer; and one evaluation step...
     print(watch.report(rank=rank).line(), flush=True)  # {"kind": "compile_report", ...}
     watch.forbid("error")                              # from here on a recompile stops the run
@@ -13,6 +16,7 @@ The launcher starts ranks with `environment_for_ranks(...)`. A rank then does
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -33,6 +37,8 @@ FINGERPRINT_VARIABLE = "DFLASH_COMPILE_FINGERPRINT"
 START_VARIABLE = "DFLASH_COMPILE_START"
 VERSION_VARIABLE = "DFLASH_COMPILE_VERSION"
 LAUNCHED_VARIABLE = "DFLASH_COMPILE_LAUNCHED"
+TORCH_KEY_VARIABLE = "DFLASH_COMPILE_TORCH_KEY"
+COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
 """Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
 
@@ -46,6 +52,16 @@ FIXED_VARIABLES = {
     "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE": "0",
 }
 """Set for every rank, whatever the user's environment says."""
+
+COMPILER_MODULES = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._functorch._aot_autograd.autograd_cache",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compiler_bisector",
+)
+"""Torch imports these when something is compiled first, which takes seconds."""
 
 StartState = Literal["restored", "local", "cold"]
 """Where the kernels come from: the store, this machine's own sealed folder, or nowhere yet."""
@@ -87,6 +103,10 @@ class CompileReport(Config):
     new_files: int
     reasons: tuple[str, ...] = Field(default=())
     """In words, why this does not count as "nothing was compiled"; empty when it does."""
+    parts: dict[str, float] = Field(default_factory=dict)
+    """Where the seconds since the start of the process went, in order, as told with `Watch.mark`."""
+    compiler: dict[str, float] = Field(default_factory=dict)
+    """Seconds of the compiler's phases by torch's own clock, those above 50 ms; they lie in each other."""
 
     @property
     def compiled(self) -> bool:
@@ -104,9 +124,12 @@ def environment_for_ranks(
     """Return the variables that ranks need before they import torch.
 
     Both caches get one fixed folder on this machine; remote caches are switched off. `version` names what was
-    restored; ranks find it in `VERSION_VARIABLE`, for their checkpoints.
+    restored; ranks find it in `VERSION_VARIABLE`, for their checkpoints. The digest of torch's sources is
+    passed on, as torch does to its own workers, so that not every rank reads all of torch again. Where there
+    is nothing to compile, ranks start no compile workers, unless the user's environment says how many.
     """
     root = fingerprint.cache_dir
+    alone = start != "cold" and COMPILE_THREADS_VARIABLE not in os.environ
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(root),
         "TRITON_CACHE_DIR": str(root / "triton"),
@@ -114,7 +137,9 @@ def environment_for_ranks(
         FINGERPRINT_VARIABLE: fingerprint.id,
         START_VARIABLE: start,
         VERSION_VARIABLE: version or "",
+        TORCH_KEY_VARIABLE: fingerprint.environment.torch_sources,
         LAUNCHED_VARIABLE: f"{time.time():.3f}",
+        **({COMPILE_THREADS_VARIABLE: "1"} if alone else {}),
     }
 
 
@@ -145,6 +170,8 @@ class Watch:
         self._last_before: Any = None
         self._last_warned_of: Any = None
         self._warns = False
+        self._loading: threading.Thread | None = None
+        self._parts: dict[str, float] = {}
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Watch:
@@ -155,8 +182,21 @@ class Watch:
             raise UserError(f"{START_VARIABLE} is {state!r}; it must be restored, local or cold")
         return cls(Path(root) if root else None, cast(StartState, state), variables.get(FINGERPRINT_VARIABLE))
 
+    def mark(self, part: str) -> None:
+        """Note that a part of the start has ended: its seconds are those since the mark before."""
+        self._parts[part] = seconds_since_process_start() - sum(self._parts.values())
+
+    def load_compiler(self) -> None:
+        """Import torch's compiler in a thread, until `start`: reading weights and making a context of the
+        device leave the interpreter idle for as long. The thread compiles nothing and calls nothing compiled.
+        """
+        self._loading = threading.Thread(target=_load_compiler, name="load compiler", daemon=True)
+        self._loading.start()
+
     def start(self) -> Watch:
         """Begin to count. Call it before the first compiled call; `torch._dynamo.reset()` ends it."""
+        if self._loading is not None:
+            self._loading.join()
         from torch._dynamo.callback import callback_handler
 
         self._before = self._files()
@@ -196,6 +236,8 @@ class Watch:
             new_files=len(new_files),
             caches=caches,
             reasons=_reasons(caches, events, kernels),
+            parts={part: round(seconds, 3) for part, seconds in self._parts.items()},
+            compiler=_compiler_seconds(),
         )
 
     def forbid(self, on_recompile: Literal["error", "warn"] = "error") -> None:
@@ -287,6 +329,28 @@ def _metrics_after(last: Any = None) -> list[Any]:
     metrics = get_compilation_metrics()
     places = [place for place, metric in enumerate(metrics) if metric is last]
     return metrics[places[0] + 1 :] if places else metrics
+
+
+def _load_compiler(variables: Mapping[str, str] = os.environ) -> None:
+    """Import what a compile imports, and have the digests ready that enter its keys."""
+    for module in COMPILER_MODULES:
+        importlib.import_module(module)
+    from torch._inductor import codecache
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    if key := variables.get(TORCH_KEY_VARIABLE):
+        torch_key: Any = codecache.torch_key
+        torch_key.clear()
+        torch_key.set(bytes.fromhex(key))
+    if HAS_TRITON:
+        triton_key()  # reads all of Triton's sources and its library, and remembers
+
+
+def _compiler_seconds() -> dict[str, float]:
+    from torch._dynamo.utils import compilation_time_metrics
+
+    sums = {name: round(sum(times), 3) for name, times in compilation_time_metrics.items()}
+    return dict(sorted(((k, v) for k, v in sums.items() if v > 0.05), key=lambda item: -item[1]))
 
 
 def _device_name() -> str:

@@ -62,6 +62,14 @@ def own_device() -> str:
     return "cpu"
 
 
+def start_device(device: torch.device) -> None:
+    """Make a GPU's context and load cuBLAS: seconds in which the interpreter is free for other threads."""
+    if device.type == "cuda":
+        square = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+        torch.mm(square, square)
+        torch.cuda.synchronize(device)
+
+
 def join_world(device: str | None = None) -> World:
     """Join the process group that torchrun's environment describes (RANK, WORLD_SIZE, LOCAL_RANK), or be
     alone.

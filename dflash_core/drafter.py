@@ -223,16 +223,18 @@ class Drafter(nn.Module):
         self._final: Callable[..., Tensor] = final_norm
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
-        """Draw all matrices from a normal distribution, in a fixed order on the CPU, so that every rank draws
-        the same.
+        """Draw all matrices from a normal distribution, in a fixed order, on the device where they are.
+
+        A seed gives the same weights on devices of the same kind.
         """
-        generator = torch.Generator().manual_seed(seed)
+        device = self.norm.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
         for parameter in self.parameters():
             with torch.no_grad():
                 if parameter.ndim == 1:
                     parameter.fill_(1.0)
                 else:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) * std)
 
     def compile_regions(
         self, *, checkpoint_layers: bool = False, options: dict[str, Any] | None = None

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_core.compile_watch import Watch, seconds_since_process_start
 from dflash_core.configuration import UserError
-from dflash_core.distributed import World, join_world, leave_world
+from dflash_core.distributed import World, join_world, leave_world, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.packing import pack_tokens
 from dflash_core.records import Sample
@@ -29,23 +30,36 @@ DOCUMENTS = 8
 
 def main() -> None:
     """Compile, say how long the first optimizer step took, and report."""
+    watch = Watch.from_environment()
+    watch.mark("python, torch and our modules")
+    watch.load_compiler()
     values = json.loads(Path(sys.argv[1]).read_text())
     drafter = DrafterConfig.model_validate(values["drafter"])
     training = TrainingConfig.model_validate(values["training"])
     world = join_world()
-    watch = Watch.from_environment().start()
-    trainer = random_trainer(drafter, training, world)
+    start_device(world.device)
+    watch.mark("device")
+    tensors = random_tensors(drafter, training, world)
+    watch.mark("weights")
     row = random_row(drafter, training, world)
+    watch.mark("row")
+    watch.start()
+    watch.mark("waiting for the compiler's modules")
+    trainer = make_trainer(*tensors, training, world)
+    watch.mark("trainer")
     trainer.step([row], 1)
     trainer.check_finite()  # waits for the device
+    watch.mark("first step")
     say("first_step", rank=world.rank, seconds=round(seconds_since_process_start(), 3))
     trainer.validate([row])
     print(watch.report(rank=world.rank).line(), flush=True)
     leave_world(world)
 
 
-def random_trainer(config: DrafterConfig, training: TrainingConfig, world: World) -> Trainer:
-    """Build a trainer with random weights on this rank's device, its regions compiled.
+def random_tensors(
+    config: DrafterConfig, training: TrainingConfig, world: World
+) -> tuple[Drafter, Tensor, Tensor]:
+    """Return a drafter, an embedding and a head with random weights on this rank's device.
 
     Raises UserError when the configuration compiles nothing.
     """
@@ -59,12 +73,19 @@ def random_trainer(config: DrafterConfig, training: TrainingConfig, world: World
         for parameter in drafter.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
-    drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
     shape = (config.vocab_size, config.hidden_size)
     embedding_VD, head_VD = (
         torch.empty(shape, dtype=training.dtype, device=world.device).normal_(0.0, 0.02, generator=generator)
         for _ in range(2)
     )
+    return drafter, embedding_VD, head_VD
+
+
+def make_trainer(
+    drafter: Drafter, embedding_VD: Tensor, head_VD: Tensor, training: TrainingConfig, world: World
+) -> Trainer:
+    """Compile the drafter's regions as training does."""
+    drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
     return Trainer(drafter, embedding_VD, head_VD, training, total_steps=1000, world=world)
 
 

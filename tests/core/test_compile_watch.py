@@ -6,13 +6,16 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from torch._inductor.codecache import torch_key
 
 from dflash_core.compile_watch import (
     CacheCounts,
     CompileReport,
+    StartState,
     Watch,
     cache_files,
     cache_in_use,
@@ -131,6 +134,40 @@ def test_watch_reads_what_the_launcher_set(tmp_path: Path) -> None:
     assert Watch.from_environment({}).start().report().start == "cold"
     with pytest.raises(UserError, match="must be restored, local or cold"):
         Watch.from_environment({"DFLASH_COMPILE_START": "warm"})
+
+
+def test_the_compiler_is_loaded_while_the_rank_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = torch_key()
+    monkeypatch.setenv("DFLASH_COMPILE_TORCH_KEY", "ab" * 32)
+    watch = Watch(None, "restored", None)
+    watch.mark("imports")
+    watch.load_compiler()
+    watch.mark("weights")
+    watch.start()
+    watch.mark("waiting")
+    assert torch_key() == bytes.fromhex("ab" * 32), "the launcher's digest is taken, not computed again"
+    torch_key.clear()  # type: ignore[attr-defined]
+    assert torch_key() == sources
+    double: object = doubled()
+    double(torch.ones(3))  # type: ignore[operator]
+    report = watch.report()
+    watch.stop()
+    assert report.events == {"DYNAMO": 1} and report.event_threads == ("MainThread",)
+    assert list(report.parts) == ["imports", "weights", "waiting"] and min(report.parts.values()) >= 0
+    assert 0 < sum(report.parts.values()) <= report.seconds_since_process_start
+    assert report.compiler["_compile.compile_inner"] > 0
+
+
+def test_where_nothing_is_compiled_no_workers_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    ours = fingerprint(tmp_path)
+    threads = {
+        start: environment_for_ranks(ours, start).get("TORCHINDUCTOR_COMPILE_THREADS")
+        for start in get_args(StartState)
+    }
+    assert threads == {"restored": "1", "local": "1", "cold": None}
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in environment_for_ranks(ours, "restored")
 
 
 def test_what_checkpoints_say_of_the_cache(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dflash_core.distributed import World
 from dflash_core.drafter import DrafterConfig
 from dflash_core.training import TrainingConfig
 from flows.build_cache import build_cache
-from flows.cache_rank import random_trainer
+from flows.cache_rank import random_tensors
 from storage.compile_cache import list_versions
 from storage.compile_session import CompileCacheConfig
 from storage.objects import open_store
@@ -69,4 +69,4 @@ def test_what_cannot_be_built_is_refused() -> None:
     alone = World(rank=0, size=1, device=torch.device("cpu"))
     for compiled in (False, None):
         with pytest.raises(UserError, match="compiles nothing"):
-            random_trainer(DRAFTER, TRAINING.model_copy(update={"compile": compiled}), alone)
+            random_tensors(DRAFTER, TRAINING.model_copy(update={"compile": compiled}), alone)
