@@ -31,6 +31,7 @@ VALUES_OF_TRAINING = {
     "optimizer",
     "compile",
     "on_recompile",
+    "expected_step_ms",
     "init_from",
     "only_samples",
     "validation_fraction",

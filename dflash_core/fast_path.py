@@ -7,9 +7,10 @@ was after warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,6 +20,13 @@ MEMORY_BAND = 0.01
 """Reserved memory may leave its value after warm-up by this share."""
 TIME_BAND = 0.15
 """So may the median step time."""
+WARM_STEPS = 3
+"""Steps after which the run must be on the fast path."""
+WINDOW = 5
+"""Steps whose median counts: with the two that are still under way, a change is seen within ten."""
+
+Sign = Literal["recompile", "memory", "step_time"]
+SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 
 def fused_attention_calls(step: Callable[[], Any]) -> tuple[int, int]:
@@ -41,31 +49,55 @@ def require_fused_attention(forward: int, backward: int, layers: int) -> None:
 
 
 class FastPath:
-    """Compares a run with itself after warm-up, or with a benchmark's step time."""
+    """Compares a run with itself after warm-up, or with a benchmark's step time. `observe` each step."""
 
     def __init__(self, expected_step_ms: float | None = None) -> None:
         """`expected_step_ms`: what a benchmark of the same shapes measured; None: the first steps after warm-
         up.
         """
-        self._expected_ms = expected_step_ms
+        self.expected_ms = expected_step_ms
+        self._unwarmed = WARM_STEPS
+        self._recent: deque[float] = deque(maxlen=WINDOW)
         self._reserved: int | None = None
 
-    def check(self, step_ms: Sequence[float], recompiles: Sequence[str]) -> list[str]:
-        """Return what is wrong, in words, over the steps since the last call; empty on the fast path."""
-        wrong = [f"recompiled: {reason}" for reason in recompiles]
+    @property
+    def is_warm(self) -> bool:
+        """Whether enough steps have been seen to say something of their time and memory."""
+        return len(self._recent) == WINDOW
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the latest steps."""
+        return median(self._recent)
+
+    def observe(self, step_ms: float) -> None:
+        """Take the time of one finished step. The first ones compile and do not count."""
+        if self._unwarmed:
+            self._unwarmed -= 1
+        else:
+            self._recent.append(step_ms)
+        if self.is_warm and self.expected_ms is None:
+            self.expected_ms = self.step_ms
+
+    def expect_other_memory(self) -> None:
+        """What is reserved at the next check is what it should be from then on."""
+        self._reserved = None
+
+    def check(self) -> dict[Sign, str]:
+        """Say in words what is wrong now, by its kind; empty on the fast path and while the run warms up."""
+        wrong: dict[Sign, str] = {}
+        if not self.is_warm:
+            return wrong
         if torch.cuda.is_available():
             reserved = torch.cuda.memory_reserved()
             self._reserved = self._reserved or reserved
-            change = reserved / self._reserved - 1.0
-            if abs(change) > MEMORY_BAND:
+            if abs(reserved / self._reserved - 1.0) > MEMORY_BAND:
                 gib = 2**30
-                wrong.append(
+                wrong["memory"] = (
                     f"reserved GPU memory went from {self._reserved / gib:.2f} to {reserved / gib:.2f} GiB"
                 )
-        if step_ms:
-            now = median(step_ms)
-            if self._expected_ms is None:
-                self._expected_ms = now
-            elif now > self._expected_ms * (1.0 + TIME_BAND):
-                wrong.append(f"a step takes {now:.1f} ms where {self._expected_ms:.1f} ms were expected")
+        if self.expected_ms is not None and self.step_ms > self.expected_ms * (1.0 + TIME_BAND):
+            wrong["step_time"] = (
+                f"a step takes {self.step_ms:.1f} ms where {self.expected_ms:.1f} ms were expected"
+            )
         return wrong

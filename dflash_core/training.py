@@ -55,6 +55,10 @@ class TrainingConfig(Config):
     """Recompute draft layers in backward: less memory, more time."""
     on_recompile: Literal["stop", "warn"] = "stop"
     """What a recompile after warm-up does. No influence on the result."""
+    expected_step_ms: Annotated[float, Field(gt=0)] | None = None
+    """What `benchmarks/train_step.py` measured for these shapes on this card; a slower step is named in log
+    and metrics. None: what the run's own first steps take. No influence on the result.
+    """
     init_from: str | None = None
     """Exported drafter folder to start from; None: random weights."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
@@ -84,7 +88,15 @@ class TrainingConfig(Config):
 
 
 WITHOUT_INFLUENCE = frozenset(
-    {"compile", "on_recompile", "keep_checkpoints", "checkpoint_every", "log_every", "checkpoint_layers"}
+    {
+        "compile",
+        "on_recompile",
+        "expected_step_ms",
+        "keep_checkpoints",
+        "checkpoint_every",
+        "log_every",
+        "checkpoint_layers",
+    }
 )
 """Fields of `TrainingConfig` that may differ when a run is resumed."""
 

@@ -1,6 +1,4 @@
-"""Turns what steps report into the numbers of a log line: rates, use of the device, waiting for data, signs
-of a slow path.
-"""
+"""Turns what steps report into the numbers of a log line: rates, use of the device, waiting for data."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import torch
 
 from dflash_core.distributed import World
 from dflash_core.drafter import DrafterConfig
-from dflash_core.fast_path import FastPath
 from dflash_core.metrics import Summary, row_flops
 from dflash_core.step_clock import StepReport
 from dflash_core.training import TrainingConfig
@@ -30,16 +27,15 @@ class TrainMeter:
         self._draft_tokens = rows * queries
         self._row_flops = row_flops(drafter, training.row_tokens, queries)
         self._reports: list[StepReport] = []
-        self._fast_path = FastPath()
         self._cuda = world.device.type == "cuda"
 
     def add(self, report: StepReport) -> None:
         """Take the report of a finished step."""
         self._reports.append(report)
 
-    def values(self, summary: Summary, recompiles: list[str]) -> dict[str, Any]:
-        """The summary's numbers and those of the steps since the last call; "off_fast_path" is a list of
-        reasons.
+    def values(self, summary: Summary, steps: int) -> dict[str, Any]:
+        """The numbers of the summary, of so many steps, and of the steps that finished since the last
+        call.
         """
         reports, self._reports = self._reports, []
         values = summary.as_dict()
@@ -51,6 +47,7 @@ class TrainMeter:
             values |= {
                 "step_ms": step_ms,
                 "data_wait_ms": gap_ms,
+                "context_tokens_per_s": summary.context_tokens / steps / whole_s,
                 "draft_tokens_per_s": self._draft_tokens / whole_s,
                 "tflops_per_device": tflops,
             }
@@ -59,7 +56,6 @@ class TrainMeter:
         if self._cuda:
             values["memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             values["memory_reserved_gib"] = torch.cuda.memory_reserved() / 2**30
-        values["off_fast_path"] = self._fast_path.check([r.step_ms for r in reports], recompiles)
         return values
 
     def _peak(self) -> float | None:

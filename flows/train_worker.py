@@ -22,10 +22,17 @@ import torch
 
 from dflash_core.compile_watch import Watch, cache_in_use
 from dflash_core.configuration import Config, UserError
-from dflash_core.distributed import World, join_world, leave_world
+from dflash_core.distributed import World, join_world, leave_world, own_device, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import export_drafter, load_exported
-from dflash_core.fast_path import fused_attention_calls, require_fused_attention
+from dflash_core.fast_path import (
+    SIGNS,
+    WARM_STEPS,
+    FastPath,
+    Sign,
+    fused_attention_calls,
+    require_fused_attention,
+)
 from dflash_core.step_clock import StepClock, StepReport
 from dflash_core.target_weights import load_embedding_and_head
 from dflash_core.training import WITHOUT_INFLUENCE, NonFiniteError, Trainer, TrainingConfig, TrainingRow
@@ -41,9 +48,6 @@ from storage.objects import open_store
 
 log = logging.getLogger(__name__)
 
-WARM_STEPS = 3
-"""Steps after which the run must be on the fast path."""
-
 
 class TrainJob(Config):
     """What the launcher writes for its ranks."""
@@ -56,7 +60,7 @@ class TrainJob(Config):
     """Local folder for the drafter."""
 
 
-def train(job: TrainJob, folder: Path, world: World) -> None:
+def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
     """Train to the end, or to a request to stop. `folder` is local and takes the metrics.
 
     Raises UserError for what the user can mend; NonFiniteError naming step, shards and samples.
@@ -64,15 +68,21 @@ def train(job: TrainJob, folder: Path, world: World) -> None:
     training = job.config.training
     torch.manual_seed(training.seed)
     stop = StopRequest()
-    watch = Watch.from_environment().start()
+    tensors = load_weights(job, world)
+    watch.mark("weights")
     dataset = open_dataset(job.dataset)
     dataset.manifest()
     data = TrainingData(dataset, job.drafter, training, world)
-    trainer = build_trainer(job, data.total_steps(), world)
+    watch.mark("data set")
+    if uses_compiler(training, world.device.type):
+        watch.start()
+        watch.mark("waiting for the compiler's modules")
+    trainer = make_trainer(*tensors, training, data.total_steps(), world)
     checkpoints = Checkpoints(
         open_store(job.config.output), identity_of(job, dataset), keep=training.keep_checkpoints
     )
     place = resume(trainer, checkpoints, data)
+    watch.mark("trainer and checkpoint")
     settings = job.model_dump(mode="json")
     with TrainLog(folder, first=world.is_first, settings=settings, start_step=trainer.optimizer_step) as out:
         out.event(
@@ -112,8 +122,13 @@ class TrainLoop:
         self._total = data.total_steps()
         self._clock = StepClock(self._world)
         self._meter = TrainMeter(job.drafter, self._config, self._world)
+        self._fast_path = FastPath(self._config.expected_step_ms)
+        self._signs: set[Sign] = set()
+        """Signs of a slow path since the last reading of the metrics."""
+        self._said_fast = self._validated = False
+        self._read_at = trainer.optimizer_step
         self._places: dict[int, StepPlace] = {}
-        self._compiled = uses_compiler(self._config, self._world)
+        self._compiled = uses_compiler(self._config, self._world.device.type)
 
     def run(self, place: StepPlace) -> bool:
         """Take all steps that are left; False when a rank was asked to stop before the end."""
@@ -152,12 +167,15 @@ class TrainLoop:
             self._seal_graphs(first)
         if report is not None:
             self._take(report)
+        self._look_at_path()
         return report
 
     def _seal_graphs(self, row: TrainingRow) -> None:
         """After the first whole step: compile the evaluation step too, tell what was compiled, allow no
         more.
         """
+        int(self._trainer.halted_at)  # waits for the device
+        self._watch.mark("first step")
         self._trainer.validate([row])
         self._clock.forget()
         print(self._watch.report(rank=self._world.rank).line(), flush=True)
@@ -174,8 +192,42 @@ class TrainLoop:
         if last or validate or step % config.checkpoint_every == 0:
             self._save(place, score)
 
+    def _look_at_path(self) -> None:
+        """Name at once, in log and metrics, what takes a compiled run off the fast path; say once that it is
+        on it.
+        """
+        if not self._compiled:
+            return
+        wrong = self._fast_path.check()
+        if recompiles := self._watch.warnings():
+            wrong["recompile"] = "; ".join(recompiles)
+        step, rank = self._trainer.optimizer_step, self._world.rank
+        new = {sign: text for sign, text in wrong.items() if sign not in self._signs}
+        if new:
+            self._signs |= new.keys()
+            reasons = list(new.values())
+            log.warning("rank %d is off the fast path at step %d: %s", rank, step, "; ".join(reasons))
+            self._out.event("off_fast_path", step=step, reasons=reasons)
+            self._out.metrics(step, self._sign_values())
+        elif self._fast_path.is_warm and not self._said_fast:
+            self._said_fast = True
+            if self._world.is_first:
+                step_ms = self._fast_path.step_ms
+                log.info(
+                    "on the fast path at step %d: %.1f ms a step, no recompile%s",
+                    step,
+                    step_ms,
+                    ", attention fused in every layer" if self._world.device.type == "cuda" else "",
+                )
+                self._out.event("fast_path", step=step, step_ms=step_ms)
+
+    def _sign_values(self) -> dict[str, int]:
+        signs = {f"off_fast_path/{sign}": int(sign in self._signs) for sign in SIGNS}
+        return {"signs_off_fast_path": len(self._signs), **signs}
+
     def _take(self, report: StepReport) -> None:
         self._meter.add(report)
+        self._fast_path.observe(report.step_ms)
         if report.halted_at >= 0:
             place = self._places[report.halted_at]
             raise NonFiniteError(report.halted_at, self._data.describe(place))
@@ -189,23 +241,25 @@ class TrainLoop:
 
     def _read_metrics(self, place: StepPlace) -> None:
         summary, norm = self._trainer.summary()
-        values = self._meter.values(summary, self._watch.warnings() if self._compiled else [])
-        wrong = values.pop("off_fast_path", [])
-        if wrong and self._world.is_first:
-            log.warning("off the fast path at step %d: %s", self._trainer.optimizer_step, "; ".join(wrong))
-            self._out.event("off_fast_path", step=self._trainer.optimizer_step, reasons=wrong)
+        values = self._meter.values(summary, self._trainer.optimizer_step - self._read_at)
+        self._read_at = self._trainer.optimizer_step
+        if self._compiled:
+            values |= self._sign_values()
+            self._signs.clear()
         values |= {
             "total_steps": self._total,
             "epoch": place.epoch,
             "gradient_norm": norm,
             "learning_rate": self._trainer.learning_rate,
-            "signs_off_fast_path": len(wrong),
         }
         self._out.metrics(self._trainer.optimizer_step, values)
 
     def _validate(self) -> float:
         summary = self._trainer.validate(self._data.validation_rows())
         self._clock.forget()
+        if not self._validated:  # its reader has buffers of its own, which the device keeps
+            self._validated = True
+            self._fast_path.expect_other_memory()
         values = {f"validation/{name}": value for name, value in summary.as_dict().items()}
         self._out.metrics(self._trainer.optimizer_step, values)
         return summary.acceptance_length
@@ -239,8 +293,9 @@ class StopRequest:
         self.asked = True
 
 
-def build_trainer(job: TrainJob, total_steps: int, world: World) -> Trainer:
-    """Make the drafter (random, or from an exported one) and borrow the target's embedding and head.
+def load_weights(job: TrainJob, world: World) -> tuple[Drafter, torch.Tensor, torch.Tensor]:
+    """Make the drafter (random, or from an exported one) and borrow the target's embedding and head, all on
+    this rank's device.
 
     Raises UserError when the drafter to start from has another shape.
     """
@@ -248,32 +303,55 @@ def build_trainer(job: TrainJob, total_steps: int, world: World) -> Trainer:
     if training.init_from is not None:
         drafter = load_exported(Path(training.init_from), dtype=torch.float32)
         differing = [
-            f"{name}: {getattr(drafter.config, name)} there, {value} here"
-            for name, value in job.drafter
-            if getattr(drafter.config, name) != value and name != "layer_types"
+            f"{name}: {there} there, {here} here"
+            for name in [*DrafterConfig.model_fields, "types"]
+            if (there := getattr(drafter.config, name)) != (here := getattr(job.drafter, name))
+            and name != "layer_types"  # may be left out; "types" has the default filled in
         ]
-        if differing or drafter.config.types != job.drafter.types:
+        if differing:
             raise UserError(f"{training.init_from} is a drafter of another shape: {'; '.join(differing)}")
         drafter.compute_dtype = training.dtype
         drafter.requires_grad_(True)
+        drafter.to(world.device)
     else:
-        drafter = Drafter(job.drafter, training.dtype)
+        with torch.device("meta"):
+            drafter = Drafter(job.drafter, training.dtype)
+        drafter.to_empty(device=world.device)
         drafter.init_weights(training.seed)
-    drafter.to(world.device)
-    if uses_compiler(training, world):
-        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
-    elif training.checkpoint_layers:
-        drafter.checkpoint_layers()
+    world.broadcast([parameter.data for parameter in drafter.parameters()])
     embedding_VD, head_VD = load_embedding_and_head(job.config.target, job.config.revision)
     tied = head_VD.data_ptr() == embedding_VD.data_ptr()
     embedding_VD = embedding_VD.to(world.device, training.dtype)
-    head_VD = embedding_VD if tied else head_VD.to(world.device, training.dtype)
+    return drafter, embedding_VD, embedding_VD if tied else head_VD.to(world.device, training.dtype)
+
+
+def make_trainer(
+    drafter: Drafter,
+    embedding_VD: torch.Tensor,
+    head_VD: torch.Tensor,
+    training: TrainingConfig,
+    total_steps: int,
+    world: World,
+) -> Trainer:
+    """Return a trainer of these weights, the drafter's regions compiled where they are to be."""
+    if uses_compiler(training, world.device.type):
+        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
+    elif training.checkpoint_layers:
+        drafter.checkpoint_layers()
     return Trainer(drafter, embedding_VD, head_VD, training, total_steps=total_steps, world=world)
 
 
-def uses_compiler(training: TrainingConfig, world: World) -> bool:
-    """Whether the drafter's regions are compiled on this rank."""
-    return training.compile if training.compile is not None else world.device.type == "cuda"
+def uses_compiler(training: TrainingConfig, device: str) -> bool:
+    """Whether the drafter's regions are compiled on devices of this kind, "cuda" or "cpu".
+
+    Raises UserError where that would leave attention unfused.
+    """
+    if training.compile is False and device == "cuda":
+        raise UserError(
+            "training.compile: false would run attention unfused on a GPU, with all its scores in memory; "
+            "leave it out, or train on the CPU"
+        )
+    return training.compile if training.compile is not None else device == "cuda"
 
 
 def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
@@ -329,9 +407,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     path = Path(sys.argv[1])
     job = TrainJob.model_validate_json(path.read_text())
+    watch = Watch.from_environment()
+    watch.mark("python, torch and our modules")
+    if uses_compiler(job.config.training, own_device()):
+        watch.load_compiler()
     world = join_world()
+    start_device(world.device)
+    watch.mark("device")
     try:
-        train(job, path.parent, world)
+        train(job, path.parent, world, watch)
     finally:
         leave_world(world)
 

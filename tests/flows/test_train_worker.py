@@ -17,14 +17,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
+from dflash_core.compile_watch import Watch
 from dflash_core.configuration import UserError
 from dflash_core.distributed import World
 from dflash_core.export import load_exported
-from dflash_core.training import NonFiniteError
+from dflash_core.training import NonFiniteError, TrainingConfig
 from flows.config import TrainConfig
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
-from flows.train_worker import TrainJob, build_trainer, train
+from flows.train_worker import TrainJob, load_weights, train, uses_compiler
 from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset, open_dataset
 from storage.objects import open_store
@@ -96,7 +97,7 @@ def make_job(dataset: Dataset, target: str, folder: Path, **training: Any) -> Tr
 def run_here(job: TrainJob) -> None:
     folder = Path(job.config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    train(job, folder, ALONE)
+    train(job, folder, ALONE, Watch.from_environment())
 
 
 def metrics(job: TrainJob) -> list[dict[str, Any]]:
@@ -207,17 +208,22 @@ def test_a_run_may_start_from_an_exported_drafter(
     whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
 ) -> None:
     job = make_job(dataset, target, tmp_path, init_from=whole.export, max_steps=1)
-    trainer = build_trainer(job, 1, ALONE)
+    drafter, _, _ = load_weights(job, ALONE)
     start = load_exported(Path(whole.export), dtype=torch.float32)
-    assert all(
-        torch.equal(p, q) for p, q in zip(trainer.drafter.parameters(), start.parameters(), strict=True)
-    )
+    assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), start.parameters(), strict=True))
     run_here(job)
     cold, warm = metrics(whole)[0]["loss"], metrics(job)[0]["loss"]
     assert warm < cold
     other = job.model_copy(update={"drafter": job.drafter.model_copy(update={"intermediate_size": 32})})
     with pytest.raises(UserError, match="intermediate_size: 48 there, 32 here"):
-        build_trainer(other, 1, ALONE)
+        load_weights(other, ALONE)
+
+
+def test_uncompiled_training_is_refused_on_a_gpu() -> None:
+    assert uses_compiler(TrainingConfig(), "cuda") and not uses_compiler(TrainingConfig(), "cpu")
+    assert not uses_compiler(TrainingConfig(compile=False), "cpu")
+    with pytest.raises(UserError, match="unfused"):
+        uses_compiler(TrainingConfig(compile=False), "cuda")
 
 
 def test_another_configuration_is_refused(whole: TrainJob, dataset: Dataset, target: str) -> None:
