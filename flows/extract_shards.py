@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 from uuid import UUID
 
@@ -23,7 +25,7 @@ from prefect.tasks import Task
 from flows import extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
-from flows.launch import Message, PoolClosed
+from flows.launch import Message, PoolClosed, WorkerPool
 from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
 from storage.dataset import Dataset, open_dataset
 
@@ -33,6 +35,8 @@ PROGRESS_EVERY_S = 2.0
 CHILDREN_EVERY_S = 2.0
 CHILD_DEPLOYMENT = "extract-shards/extract-shards"
 TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=MOST_SHARDS_AT_ONCE)
+
+_held: ContextVar[WorkerPool | None] = ContextVar("workers of the run in this process", default=None)
 
 
 def worth_another_try(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -69,7 +73,7 @@ def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int],
     outcome = Outcome()
     if not shards:
         return outcome
-    with extract_steps.open_pool(config, dataset) as pool:
+    with _workers(config, dataset) as pool:
         runner = ShardRunner(pool, redo=redo)
         value(check_target(runner, len(shards)))
         shard_task = extract_shard.with_options(retries=config.workers.attempts - 1)
@@ -82,6 +86,20 @@ def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int],
         )
     report.publish_shards(outcome)
     return outcome
+
+
+@contextlib.contextmanager
+def _workers(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
+    """Give the workers that the parent run holds in this process, else some of our own."""
+    if (pool := _held.get()) is not None:
+        yield pool
+        return
+    with extract_steps.open_pool(config, dataset) as pool:
+        token = _held.set(pool)
+        try:
+            yield pool
+        finally:
+            _held.reset(token)
 
 
 def failed_names(outcome: Outcome) -> str:
@@ -174,8 +192,8 @@ def extract_in_children(
     """Split the shards among child runs and wait for them all.
 
     A run that came from a deployment starts its children as runs of the deployment `extract-shards`, so that
-    any worker of the pool may take them; another one runs them here, one after the other. What became of the
-    shards is read off the store.
+    any worker of the pool may take them; another one runs them here, one after the other, on workers that it
+    starts once. What became of the shards is read off the store.
     """
     size = config.shards_per_child
     chunks = [list(shards[i : i + size]) for i in range(0, len(shards), size)]
@@ -188,9 +206,10 @@ def extract_in_children(
         states = _run_on_the_pool(parameters, progress)
     else:
         states = []
-        for done, values in enumerate(parameters, start=1):
-            states.append(extract_shards(**values, return_state=True))
-            progress.update(done, now=True)
+        with _workers(config, dataset):
+            for done, values in enumerate(parameters, start=1):
+                states.append(extract_shards(**values, return_state=True))
+                progress.update(done, now=True)
     outcome = Outcome()
     left = set(dataset.missing())
     for chunk, state in zip(chunks, states, strict=True):

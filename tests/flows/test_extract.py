@@ -222,7 +222,9 @@ def test_named_shards_are_redone_whatever_else_is_missing(extract_config: MakeCo
 
 
 @pytest.mark.usefixtures("prefect")
-def test_a_large_plan_is_split_into_child_runs(extract_config: MakeConfig) -> None:
+def test_a_large_plan_is_split_into_child_runs_that_share_their_workers(
+    extract_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     from prefect.client.orchestration import get_client
 
     from flows.extract import extract_hidden_states
@@ -230,11 +232,18 @@ def test_a_large_plan_is_split_into_child_runs(extract_config: MakeConfig) -> No
     config = extract_config(shards_per_child=3, codec="fp8")
     planned = len(plan_dataset(config).plan.shards)
     assert planned > 3
-    state = extract_hidden_states(config, return_state=True)
+    task_log = logging.getLogger("prefect.task_runs")
+    task_log.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "prefect")
+    try:
+        state = extract_hidden_states(config, return_state=True)
+    finally:
+        task_log.removeHandler(caplog.handler)
     assert state.is_completed(), state.message
     with get_client(sync_client=True) as client:
         names = {run.name for run in client.read_flow_runs()}
     assert {"shards-00000-00002", f"shards-{planned - planned % 3:05d}-{planned - 1:05d}"} <= names
+    assert caplog.text.count("is ready after") == 1, caplog.text
 
 
 def cli_app() -> Any:
