@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,14 +43,16 @@ from torch import Tensor
 
 from dflash_core.packing import pack_tokens
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from storage.cell import Cell
 from storage.codec import Calibration, parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset
 from storage.objects import open_store
-from storage.pieces import DecodedPiece, RowEnd, Staging, pieces_of
+from storage.pieces import Piece, RowEnd, Staging, pieces_of
 from storage.reader import ReaderConfig, RowReader
-from storage.rows import DeviceRow, DeviceStates
+from storage.rows import DevicePiece, DeviceRow, DeviceStates
 from storage.writer import ShardWriter, WriterConfig
 
+Reader = TypeVar("Reader", bound=RowReader)
 DISTINCT = 4
 """Documents of distinct states; the others repeat them (reading does not notice, making them takes long)."""
 
@@ -110,9 +112,7 @@ def endless_rows(dataset: Dataset, row_tokens: int, rows: int) -> list[np.ndarra
     return list(samples.reshape(rows, -1))
 
 
-def reader_of(
-    arguments: argparse.Namespace, dataset: Dataset, threads: int, kind: type[RowReader] = RowReader
-) -> RowReader:
+def reader_of(arguments: argparse.Namespace, dataset: Dataset, threads: int, kind: type[Reader]) -> Reader:
     size = sum(record.size for record in dataset.records().values())
     return kind(
         dataset,
@@ -135,7 +135,7 @@ def measure_speed(arguments: argparse.Namespace, dataset: Dataset, threads: int)
     """Read as fast as it goes for `--seconds`."""
     tokens = 0
     encoded = sum(record.size for record in dataset.records().values()) / dataset.plan.tokens
-    with reader_of(arguments, dataset, threads) as reader:
+    with reader_of(arguments, dataset, threads, RowReader) as reader:
         for _ in range(2):
             next(reader)
         wait(arguments.device)
@@ -202,7 +202,7 @@ def _mark() -> torch.cuda.Event:
 class IdleRow(DeviceRow):
     """Leaves the GPU alone."""
 
-    def write(self, decoded: DecodedPiece) -> None:
+    def copy(self, decoded: DevicePiece) -> None:
         """Copy nothing."""
 
     def states(self) -> Tensor:
@@ -212,19 +212,20 @@ class IdleRow(DeviceRow):
 class HostReader(RowReader):
     """Fetches and decodes, and stops there."""
 
-    row = IdleRow
+    row: type[DeviceRow] = IdleRow
 
-    def _new_memory(self) -> Sequence[DeviceRow]:
+    def _new_memory(self) -> list[DeviceRow]:
+        assert self._copies is not None
         target = DeviceStates(self._shape)
-        return [self.row(self._shape, target) for _ in range(2)]
+        return [self.row(self._shape, target, self._copies) for _ in range(2)]
 
 
 class CopiedRow(DeviceRow):
     """Makes no states."""
 
     def states(self) -> Tensor:
-        self._copied.wait(self._stream())
-        self._used.record(self._stream())
+        self._copied.wait(self._current())
+        self._used.record(self._current())
         return self._target.states_CE
 
 
@@ -234,26 +235,41 @@ class CopyReader(HostReader):
     row = CopiedRow
 
     def _fill_rows(self) -> None:
-        pieces, packed = decoded_row(self), pack_tokens([], self._row_tokens)
+        pieces: list[DevicePiece] = []
+        packed = pack_tokens([], self._row_tokens)
         while not self._closed.is_set():
-            memory = self._row_memory()
+            row = self._new_row(must=True)
+            assert row is not None and isinstance(row.memory, DeviceRow)
+            pieces = pieces or decoded_row(self, row.memory)
             for decoded in pieces:
-                memory.write(decoded)
-            memory.end(self._row_tokens)
-            self._ready.put((packed, memory))
+                row.memory.copy(decoded)
+            row.memory.end(self._row_tokens)
+            self._ready.put((packed, row.memory))
 
 
-def decoded_row(reader: RowReader) -> list[DecodedPiece]:
-    """Decode the first row of a reader that has not begun, into memory of its own."""
-    pieces = []
+class KeepingRow:
+    """Keeps what it is given to write, decoded, each piece in memory of its own."""
+
+    def __init__(self, row: DeviceRow) -> None:
+        self._row = row
+        self.pieces: list[DevicePiece] = []
+
+    def write(self, piece: Piece, cells: Sequence[Cell], staging: Staging) -> None:
+        """Decode and keep a piece."""
+        self.pieces.append(self._row.decode(piece, cells, Staging(pinned=True)))
+
+
+def decoded_row(reader: RowReader, row: DeviceRow) -> list[DevicePiece]:
+    """Decode the first row of a reader that has not begun."""
+    sink = KeepingRow(row)
     for item in pieces_of(reader._dataset, reader._rows, reader._row_tokens):
         if isinstance(item, RowEnd):
-            return pieces
+            break
         fetched = reader._fetcher.take(must=True)
         assert fetched is not None
-        pieces.append(reader._decoder.start(item, fetched, Staging(1, pinned=True)).result())
+        reader._decoder.start(item, fetched, sink).result()
         reader._fetcher.release(item.key)
-    raise AssertionError("the rows never end")
+    return sink.pieces
 
 
 @contextmanager
@@ -266,13 +282,14 @@ def fed_by(reader: RowReader) -> Iterator[Callable[[], Tensor]]:
 
 
 @contextmanager
-def fed_by_arithmetic(reader: RowReader) -> Iterator[Callable[[], Tensor]]:
+def fed_by_arithmetic(reader: HostReader) -> Iterator[Callable[[], Tensor]]:
     """Give one row again and again, made of its symbols each time."""
     with reader:
-        memory = DeviceRow(reader._shape, DeviceStates(reader._shape))
+        reader.row = DeviceRow
+        memory = reader._new_memory()[0]
         memory.begin()
-        for decoded in decoded_row(reader):
-            memory.write(decoded)
+        for decoded in decoded_row(reader, memory):
+            memory.copy(decoded)
         memory.end(reader._row_tokens)
         memory.states()
         yield memory.states
@@ -282,7 +299,7 @@ def measure_loss(arguments: argparse.Namespace, dataset: Dataset, threads: int) 
     """What reading at the pace of training takes from the step; in turns, so that clocks agree."""
     loop = MatrixLoop(arguments.row_tokens / arguments.pace)
 
-    def reader(kind: type[RowReader]) -> RowReader:
+    def reader(kind: type[Reader]) -> Reader:
         return reader_of(arguments, dataset, threads, kind)
 
     ways = {"reader": lambda: fed_by(reader(RowReader))}
@@ -290,7 +307,7 @@ def measure_loss(arguments: argparse.Namespace, dataset: Dataset, threads: int) 
         ways = {
             "host": lambda: fed_by(reader(HostReader)),
             "copies": lambda: fed_by(reader(CopyReader)),
-            "arithmetic": lambda: fed_by_arithmetic(reader(RowReader)),
+            "arithmetic": lambda: fed_by_arithmetic(reader(HostReader)),
         } | ways
     report: dict[str, Any] = {}
     alone_steps = arguments.steps // (2 if arguments.diagnose else 1)

@@ -7,6 +7,7 @@ import threading
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, pairwise
 
 import numpy as np
 import zstandard
@@ -119,29 +120,26 @@ def pack_cell(header: CellHeader, payload: np.ndarray) -> bytes:
     return b"".join([fixed, CRC.pack(zlib.crc32(fixed)), *frames])
 
 
-def unpack_cell(cell: bytes | memoryview, payload: np.ndarray) -> CellHeader:
-    """Undo `pack_cell` into `payload` (uint8 [header.payload_bytes]). Thread-safe; frees the GIL.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Cell:
+    """A cell with a sound header; its frames are views that nobody has looked at yet."""
 
-    Raises CodecError on anything but a whole cell.
-    """
-    header, sizes = _read_table(cell)
-    at = len(cell) - sum(stored for _, stored in sizes)
-    view = memoryview(cell)
-    for (name, (start, size)), (_, stored) in zip(header.offsets.items(), sizes, strict=True):
-        _decompress(view[at : at + stored], payload[start : start + size], name)
-        at += stored
-    if header.outliers:
-        _restore_outliers(header, payload)
-    return header
+    header: CellHeader
+    frames: tuple[memoryview, ...]
 
+    def unpack(self, payload: np.ndarray) -> None:
+        """Undo `pack_cell` into `payload` (uint8 [header.payload_bytes]). Thread-safe; frees the GIL.
 
-def read_header(cell: bytes | memoryview) -> CellHeader:
-    """Read the fixed part of a cell. Raises CodecError on anything but a whole cell."""
-    return _read_table(cell)[0]
+        Raises CodecError unless every frame is whole.
+        """
+        for (name, (start, size)), frame in zip(self.header.offsets.items(), self.frames, strict=True):
+            _decompress(frame, payload[start : start + size], name)
+        if self.header.outliers:
+            _restore_outliers(self.header, payload)
 
 
-def _read_table(cell: bytes | memoryview) -> tuple[CellHeader, list[tuple[int, int]]]:
-    """Parse and check everything before the frames: header, and (raw, stored) size of each section."""
+def open_cell(cell: bytes | memoryview) -> Cell:
+    """Read everything before the frames. Raises CodecError on anything but a whole cell."""
     if len(cell) < HEADER.size or bytes(cell[:4]) != MAGIC:
         raise CodecError("not a cell of hidden states: it is too short or does not start with DFC1")
     _, kind, layout, count, _, tokens, width, outliers, step = HEADER.unpack_from(cell)
@@ -156,9 +154,16 @@ def _read_table(cell: bytes | memoryview) -> tuple[CellHeader, list[tuple[int, i
     sizes = [SECTION.unpack_from(cell, HEADER.size + i * SECTION.size) for i in range(count)]
     if [raw for raw, _ in sizes] != [size for _, size in header.arrays] or outliers > tokens * width:
         raise CodecError("the header of a cell contradicts itself")
-    if fixed + CRC.size + sum(stored for _, stored in sizes) != len(cell):
+    ends = [*accumulate((stored for _, stored in sizes), initial=fixed + CRC.size)]
+    if ends[-1] != len(cell):
         raise CodecError("a cell is truncated or has bytes behind its end")
-    return header, sizes
+    view = memoryview(cell)
+    return Cell(header=header, frames=tuple(view[a:b] for a, b in pairwise(ends)))
+
+
+def read_header(cell: bytes | memoryview) -> CellHeader:
+    """Read the fixed part of a cell. Raises CodecError on anything but a whole cell."""
+    return open_cell(cell).header
 
 
 def _byte_planes(array_N: np.ndarray) -> np.ndarray:

@@ -20,13 +20,13 @@ from dflash_core import quantise
 from storage.cell import (
     LIMITS,
     MAX_CELL_VALUES,
+    Cell,
     CellHeader,
     CodecError,
     Kind,
     Layout,
+    open_cell,
     pack_cell,
-    read_header,
-    unpack_cell,
 )
 
 WIDE_BELOW = 0.02
@@ -219,9 +219,12 @@ class Codec:
             )
         step_D = None
         if self.kind == Kind.TOLERANCE:
-            step_D = _channel_steps(scale_D, header.width, header.step)
-        for rows in quantise.row_blocks(out_TD):
-            self._decode_rows(symbols, rows, step_D, out_TD[rows])
+            step_D = channel_steps(scale_D, header.width, header.step)
+        arrays = symbols.arrays(slice(None))
+        block_values = quantise.JOIN_BLOCK if self.kind == Kind.LOSSLESS else quantise.DECODE_BLOCK
+        for rows in quantise.row_blocks(out_TD, block_values):
+            block = {name: array if name == "base" else array[rows] for name, array in arrays.items()}
+            self.decode_arrays(block, step_D, out_TD[rows])
         if header.outliers:
             quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)
 
@@ -229,20 +232,21 @@ class Codec:
         """Entropy code symbols that lie on the host. Thread-safe; frees the GIL while it codes."""
         return pack_cell(symbols.header, symbols.payload.numpy())
 
-    def from_bytes(self, cell: bytes | memoryview, out: Tensor | None = None) -> Symbols:
+    def from_bytes(self, cell: bytes | memoryview | Cell, out: Tensor | None = None) -> Symbols:
         """Undo `to_bytes`, into the first bytes of `out` (uint8 on the host, e.g. pinned) when given.
 
         Thread-safe; frees the GIL while it decodes. Raises CodecError unless it is a whole cell of this
         codec.
         """
-        header = read_header(cell)
+        cell = cell if isinstance(cell, Cell) else open_cell(cell)
+        header = cell.header
         self._check_cell(header)
         if out is None:
             out = torch.empty(header.payload_bytes, dtype=torch.uint8)
         if out.numel() < header.payload_bytes:
             raise CodecError(f"a buffer of {out.numel()} bytes cannot hold {header.payload_bytes} of a cell")
         payload = out[: header.payload_bytes]
-        unpack_cell(cell, payload.numpy())
+        cell.unpack(payload.numpy())
         return Symbols(header=header, payload=payload)
 
     def _empty_symbols(
@@ -253,7 +257,7 @@ class Codec:
         tokens, width = states_TD.shape
         if self.kind == Kind.TOLERANCE:
             step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))
-            step_D = _channel_steps(scale_D, width, step)
+            step_D = channel_steps(scale_D, width, step)
         header = CellHeader(
             kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
         )
@@ -327,7 +331,7 @@ class Codec:
             raise CodecError(f"codec {self.name} cannot read a cell of kind {header.kind.name.lower()}")
 
 
-def _channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
+def channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
     """Quantisation step of each channel, float32 [D]."""
     if scale_D is None or tuple(scale_D.shape) != (width,) or scale_D.dtype != torch.float32:
         found = "none" if scale_D is None else f"{scale_D.dtype} {tuple(scale_D.shape)}"

@@ -1,8 +1,8 @@
 """Feeds a trainer: packed rows of tokens and hidden states, fetched and decoded ahead of the step.
 
-Fetching and entropy decoding run on threads. One more thread copies symbols to the GPU, beside the step; the
-arithmetic that makes bf16 of them is enqueued on the consumer's stream when it asks for the row. Without a
-GPU that thread does the arithmetic. Nothing compiled is called here.
+Fetching and decoding run on threads. With a GPU, these copy symbols there, beside the step; the arithmetic
+that makes bf16 of them is enqueued on the consumer's stream when it asks for the row. Nothing compiled is
+called here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from types import TracebackType
 
 import numpy as np
@@ -39,9 +38,9 @@ class ReaderConfig(Config):
     fetch_threads: int = Field(default=8, ge=1)
     """Row groups that are fetched at a time."""
     prefetch_bytes: int = Field(default=1 << 30, ge=1)
-    """Encoded bytes that are held at most. Beside them, host memory holds the decoded symbols of `threads`
-    + 2 row groups (page-locked for a GPU), a GPU the symbols of two rows and the states of one; without a GPU
-    the host holds the states of two rows."""
+    """Encoded bytes that are held at most. Beside them: with a GPU, the decoded symbols of `threads` + 2 row
+    groups in page-locked memory, and on the GPU the symbols of two rows and the states of one; without, those
+    of one column of `threads` row groups, and the states of two rows."""
 
 
 RowMemory = HostRow | DeviceRow
@@ -80,14 +79,10 @@ class RowReader:
             dataset.manifest()  # from now on, only the records that were sealed are accepted
         self._dataset, self._rows, self._row_tokens = dataset, rows, row_tokens
         self._device = _with_index(torch.device(device))
-        on_gpu = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
-        self._decoder = PieceDecoder(dataset, columns, self._device, config.threads)
         self._shape = _row_shape(dataset, columns, row_tokens, self._device)
-        longest = min(dataset.spec.row_group_tokens, row_tokens)
-        self._stagings = [
-            Staging(self._shape.piece_bytes(longest), pinned=on_gpu) for _ in range(config.threads + 2)
-        ]
+        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._decoder = PieceDecoder(dataset, columns, self._device, config.threads, self._stagings(config))
+        self._places = config.threads + 2
         self._fetcher = GroupFetcher(
             dataset,
             columns,
@@ -136,8 +131,8 @@ class RowReader:
         self._forgotten()
         self._decoder.close()
         self._fetcher.close()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._copies is not None:
+            self._copies.synchronize()
 
     def __enter__(self) -> RowReader:
         return self
@@ -154,10 +149,17 @@ class RowReader:
 
     def _new_memory(self) -> Sequence[RowMemory]:
         """Make the memory of two rows: one is in use, or waits for its use, while the other one is filled."""
-        if self._stream is None:
+        if self._copies is None:
             return [HostRow(self._shape) for _ in range(2)]
         target = DeviceStates(self._shape)
-        return [DeviceRow(self._shape, target) for _ in range(2)]
+        return [DeviceRow(self._shape, target, self._copies) for _ in range(2)]
+
+    def _stagings(self, config: ReaderConfig) -> list[Staging]:
+        """One for each thread, and for a GPU two more whose copies are on their way."""
+        if self._copies is None:
+            return [Staging(pinned=False) for _ in range(config.threads)]
+        size = self._shape.piece_bytes(min(self._dataset.spec.row_group_tokens, self._row_tokens))
+        return [Staging(size + size // 64, pinned=True) for _ in range(config.threads + 2)]
 
     # On the pump's thread.
 
@@ -165,8 +167,7 @@ class RowReader:
         self._outcome.set_running_or_notify_cancel()
         try:
             use_device(self._device)
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                self._fill_rows()
+            self._fill_rows()
             self._outcome.set_result(None)
         except _Closed:
             self._outcome.set_result(None)
@@ -177,43 +178,44 @@ class RowReader:
 
     def _fill_rows(self) -> None:
         """Keep the decoders busy and finish pieces in order, which is also the order that frees memory."""
-        pending: deque[Future[DecodedPiece] | RowEnd] = deque()
-        places, running, started = len(self._stagings), 0, 0
+        pending: deque[tuple[_RowInProgress, Future[DecodedPiece] | None]] = deque()
+        running = 0
         row: _RowInProgress | None = None
         items = pieces_of(self._dataset, self._rows, self._row_tokens)
         item = next(items, None)
         while (item is not None or pending) and not self._closed.is_set():
-            if isinstance(item, RowEnd) and len(pending) < 2 * places:
-                pending.append(item)
-                item = next(items, None)
+            if row is None and item is not None:
+                row = self._new_row(must=not pending)
+            if row is not None and isinstance(item, RowEnd) and len(pending) < 2 * self._places:
+                pending.append((row, None))
+                row, item = None, next(items, None)
             elif (
-                isinstance(item, Piece)
-                and running < places
+                row is not None
+                and isinstance(item, Piece)
+                and running < self._places
                 and (fetched := self._fetcher.take(must=not running)) is not None
             ):
-                pending.append(self._decoder.start(item, fetched, self._stagings[started % places]))
-                running, started = running + 1, started + 1
-                item = next(items, None)
+                pending.append((row, self._decoder.start(item, fetched, row.memory)))
+                running, item = running + 1, next(items, None)
             else:
-                first = pending.popleft()
-                row = row or _RowInProgress(self._row_memory())
-                if isinstance(first, RowEnd):
-                    self._hand_over(row)
-                    row = None
+                first, decoding = pending.popleft()
+                if decoding is None:
+                    self._hand_over(first)
                     continue
-                decoded = first.result()
-                row.memory.write(decoded)
-                row.add(decoded, self._dataset)
+                decoded = decoding.result()
+                first.add(decoded, self._dataset)
                 self._fetcher.release(decoded.piece.key)
                 running -= 1
 
-    def _row_memory(self) -> RowMemory:
-        """Wait for memory that the consumer does not need."""
+    def _new_row(self, *, must: bool) -> _RowInProgress | None:
+        """Begin a row in memory that the consumer has no need of; waits for some if it `must`."""
+        if not must and self._free.empty():
+            return None
         memory = self._free.get()
         if memory is None:
             raise _Closed
         memory.begin()
-        return memory
+        return _RowInProgress(memory)
 
     def _hand_over(self, row: _RowInProgress) -> None:
         packed = pack_tokens(row.samples, self._row_tokens)
@@ -263,7 +265,13 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _row_shape(dataset: Dataset, columns: Sequence[str], row_tokens: int, device: torch.device) -> RowShape:
-    """Raises UserError when the scales that the codec needs are missing."""
+    """Raises UserError when a column is not stored, or the scales that the codec needs are missing."""
+    absent = [column for column in columns if column not in dataset.columns]
+    if absent or not columns:
+        raise UserError(
+            f"{dataset.uri} does not hold {', '.join(absent) or 'no columns at all'}; it has "
+            f"{', '.join(dataset.columns)}: extract again with these taps, or train on those"
+        )
     codec = parse_codec(dataset.spec.codec)
     scales = dataset.scales() if codec.needs_scales else {}
     if scales is None:

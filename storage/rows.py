@@ -5,16 +5,17 @@ Letters: C positions of a row, T tokens of a piece, L columns, D width of a colu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_core import quantise
-from storage.cell import CellHeader
-from storage.codec import Codec, CodecError, Symbols
-from storage.pieces import DecodedPiece
+from storage.cell import Cell, CellHeader
+from storage.codec import Codec, Symbols, channel_steps
+from storage.pieces import Piece, Staging
 
 DEVICE_BLOCK = 1 << 25
 """Values that a GPU decodes at a time: bounds what the arithmetic holds in between."""
@@ -35,11 +36,9 @@ class RowShape:
         device: torch.device,
     ) -> None:
         """`scales`: float32 [D] of each column; None for a codec that needs none."""
-        given = [scale_D.to(device) for scale_D in scales if scale_D is not None]
-        if codec.needs_scales and [tuple(scale_D.shape) for scale_D in given] != [(width,)] * len(scales):
-            raise CodecError(f"codec {codec.name} needs scales of {width} channels for each column")
         self.codec, self.row_tokens, self.width, self.columns = codec, row_tokens, width, len(scales)
-        self.device, self._scales = device, given
+        self.device = device
+        self.scales = [None if scale_D is None else scale_D.to(device) for scale_D in scales]
         self._steps: dict[Steps, Tensor] = {}
 
     def header(self, tokens: int) -> CellHeader:
@@ -60,17 +59,15 @@ class RowShape:
         """View states as [L, C, D]."""
         return states_CE.view(len(states_CE), self.columns, self.width).transpose(0, 1)
 
-    def steps_of(self, decoded: DecodedPiece) -> Steps:
-        """Quantisation step of each column of a piece."""
-        return tuple(symbols.header.step for symbols in decoded.symbols)
-
     def channel_steps(self, steps: Steps) -> Tensor | None:
         """Quantisation step of each channel, float32 [L, 1, D]; kept: nearly all pieces have the same."""
         if not self.codec.needs_scales:
             return None
         if steps not in self._steps:
-            scaled = [scale_D * step for scale_D, step in zip(self._scales, steps, strict=True)]
-            self._steps[steps] = torch.stack(scaled).unsqueeze(1)
+            scaled = zip(self.scales, steps, strict=True)
+            self._steps[steps] = torch.stack([channel_steps(s, self.width, step) for s, step in scaled])[
+                :, None
+            ]
         return self._steps[steps]
 
 
@@ -86,16 +83,13 @@ class HostRow:
     def begin(self) -> None:
         """Start a new row."""
 
-    def write(self, decoded: DecodedPiece) -> None:
-        """Put a piece in its place."""
-        piece, codec = decoded.piece, self._shape.codec
-        step_L1D = self._shape.channel_steps(self._shape.steps_of(decoded))
+    def write(self, piece: Piece, cells: Sequence[Cell], staging: Staging) -> None:
+        """Decode a piece, column by column: its symbols stay in the caches."""
+        codec, scales = self._shape.codec, self._shape.scales
         states_LTD = self._shape.by_column(self._states_CE[piece.start : piece.start + piece.tokens])
-        for i, symbols in enumerate(decoded.symbols):
-            step_1D = None if step_L1D is None else step_L1D[i]
-            for rows in quantise.row_blocks(states_LTD[i]):
-                codec.decode_arrays(symbols.arrays(rows), step_1D, states_LTD[i, rows])
-        self._states_CE.view(-1)[decoded.position_N] = decoded.outlier_N
+        for cell, scale_D, states_TD in zip(cells, scales, states_LTD, strict=True):
+            symbols = codec.from_bytes(cell, out=staging.reserve(cell.header.payload_bytes))
+            codec.decode_on_device(symbols, scale_D, states_TD)
 
     def end(self, tokens: int) -> None:
         """No piece follows: `tokens` are there, the rest is padding."""
@@ -115,10 +109,23 @@ class DeviceStates:
         """Passes when the states of the last row are complete."""
 
 
+class DevicePiece(NamedTuple):
+    """A decoded piece on its way to a GPU; tensors lie in `staging`."""
+
+    piece: Piece
+    symbols: list[Symbols]
+    """One a column."""
+    position_N: Tensor
+    """int64: where outliers of all columns belong in the flattened row."""
+    outlier_N: Tensor
+    """bf16: their values."""
+    staging: Staging
+
+
 class DeviceRow:
     """A row on a GPU: its symbols, column by column, until the consumer takes it.
 
-    `begin`, `write` and `end` copy, on their caller's stream. `states` does the arithmetic, a few large
+    `begin`, `write` and `end` copy, on a stream of their own. `states` does the arithmetic, a few large
     kernels on the consumer's stream. So beside a step there are only copies, which take nothing from its
     kernels. No method waits for the device, and once the first rows are read nothing is allocated.
     """
@@ -126,9 +133,9 @@ class DeviceRow:
     reusable = True
     """The memory may be filled again once `states` has returned."""
 
-    def __init__(self, shape: RowShape, target: DeviceStates) -> None:
-        """Memory belongs to the stream that is current here."""
-        self._shape, self._target = shape, target
+    def __init__(self, shape: RowShape, target: DeviceStates, copies: torch.cuda.Stream) -> None:
+        """Memory belongs to the stream that is current here, copies run on `copies`."""
+        self._shape, self._target, self._copies = shape, target, copies
         header = shape.header(shape.row_tokens)
         payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device="meta")
         self._arrays = {
@@ -141,49 +148,83 @@ class DeviceRow:
         self._bases = _Growing(self._empty(shape.columns, shape.width, dtype=torch.uint8))
         self._growing = (self._positions, self._outliers, self._bases)
         self._runs: list[_Run] = []
+        self._lock = threading.Lock()
         self._tokens = 0
         self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
-        self._used.record(self._stream())
+        self._used.record(self._current())
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._shape.device)
 
-    def _stream(self) -> torch.cuda.Stream:
+    def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._shape.device)
 
     def begin(self) -> None:
         """Start a new row once the symbols of the last one are used."""
-        self._used.wait(self._stream())
+        self._used.wait(self._copies)
         self._runs = []
         for growing in self._growing:
             growing.used = 0
 
-    def write(self, decoded: DecodedPiece) -> None:
-        """Copy a piece to its place; its staging learns when it is free again."""
-        start, stop = decoded.piece.start, decoded.piece.start + decoded.piece.tokens
-        run = _Run(start, stop, self._shape.steps_of(decoded), self._bases.used)
-        for i, symbols in enumerate(decoded.symbols):
-            for name, array in symbols.arrays(slice(None)).items():
-                if name == "base":
-                    self._bases.append(array[None])
-                else:
-                    self._arrays[name][i, start:stop].copy_(array, non_blocking=True)
-        self._positions.append(decoded.position_N)
-        self._outliers.append(decoded.outlier_N)
-        decoded.staging.mark_copied(self._stream())
-        if self._runs and self._runs[-1].steps == run.steps and run.base == self._bases.used:
-            self._runs[-1].stop = stop
-        else:
+    def write(self, piece: Piece, cells: Sequence[Cell], staging: Staging) -> None:
+        """Decode a piece and copy it to its place; its staging learns when it is free again."""
+        self.copy(self.decode(piece, cells, staging))
+
+    def decode(self, piece: Piece, cells: Sequence[Cell], staging: Staging) -> DevicePiece:
+        """Entropy decode a piece."""
+        payload = sum(cell.header.payload_bytes for cell in cells)
+        outliers = sum(cell.header.outliers for cell in cells)
+        memory = staging.reserve(payload + 10 * outliers)
+        symbols, at = [], 0
+        for cell in cells:
+            symbols.append(self._shape.codec.from_bytes(cell, out=memory[at:]))
+            at += cell.header.payload_bytes
+        position_N = memory[payload : payload + 8 * outliers].view(torch.int64)
+        outlier_N = memory[payload + 8 * outliers : payload + 10 * outliers].view(torch.bfloat16)
+        self._gather_outliers(piece, symbols, position_N.numpy(), outlier_N)
+        return DevicePiece(piece, symbols, position_N, outlier_N, staging)
+
+    def _gather_outliers(
+        self, piece: Piece, symbols: list[Symbols], position_N: np.ndarray, outlier_N: Tensor
+    ) -> None:
+        """Count the positions of outliers from the beginning of the row instead of their cells."""
+        at, width = 0, self._shape.width
+        for i, cell in enumerate(symbols):
+            if not cell.header.outliers:
+                continue
+            part = slice(at, at + cell.header.outliers)
+            token_N, channel_N = np.divmod(cell.array("position").numpy(), width)
+            token_N = token_N.astype(np.int64) + piece.start
+            position_N[part] = token_N * (width * len(symbols)) + (i * width + channel_N)
+            outlier_N[part] = cell.array("outlier")
+            at = part.stop
+
+    def copy(self, decoded: DevicePiece) -> None:
+        """Copy a decoded piece to its place."""
+        piece = decoded.piece
+        steps = tuple(symbols.header.step for symbols in decoded.symbols)
+        with torch.cuda.stream(self._copies), self._lock:
+            run = _Run(piece.start, piece.start + piece.tokens, steps, self._bases.used)
             self._runs.append(run)
+            for i, symbols in enumerate(decoded.symbols):
+                for name, array in symbols.arrays(slice(None)).items():
+                    if name == "base":
+                        self._bases.append(array[None])
+                    else:
+                        self._arrays[name][i, run.start : run.stop].copy_(array, non_blocking=True)
+            self._positions.append(decoded.position_N)
+            self._outliers.append(decoded.outlier_N)
+        decoded.staging.mark_copied(self._copies)
 
     def end(self, tokens: int) -> None:
         """No piece follows: `tokens` are there, the rest is padding."""
         self._tokens = tokens
-        self._copied.record(self._stream())
+        self._runs = _joined(self._runs)
+        self._copied.record(self._copies)
 
     def states(self) -> Tensor:
         """Make and return the row: bf16 [C, E], complete for what is enqueued from now on."""
-        stream, states_CE = self._stream(), self._target.states_CE
+        stream, states_CE = self._current(), self._target.states_CE
         self._copied.wait(stream)
         self._target.filled.wait(stream)  # the consumer may have changed its stream
         for growing in self._growing:  # it may have grown on another stream
@@ -206,15 +247,24 @@ class DeviceRow:
             shape.codec.decode_arrays(arrays, step_L1D, states_LCD[:, tokens])
 
 
-@dataclass(slots=True)
-class _Run:
-    """Neighbouring pieces that are decoded together."""
+class _Run(NamedTuple):
+    """One piece, or neighbours that are decoded together."""
 
     start: int
     stop: int
     steps: Steps
     base: int
     """Where the first of its columns' bases lies (lossless)."""
+
+
+def _joined(runs: list[_Run]) -> list[_Run]:
+    """Sort, and join neighbours that are decoded alike."""
+    joined: list[_Run] = []
+    for run in sorted(runs):
+        if joined and joined[-1][1:] == (run.start, *run[2:]):
+            run = joined.pop()._replace(stop=run.stop)
+        joined.append(run)
+    return joined
 
 
 class _Growing:

@@ -10,7 +10,8 @@ import torch
 import zstandard
 
 from dflash_core.configuration import UserError
-from storage.codec import Calibration, Codec, CodecError, ErrorSums, parse_codec, read_header
+from storage.cell import read_header
+from storage.codec import Calibration, Codec, CodecError, ErrorSums, parse_codec
 
 NAMES = ["lossless", "fp8", "tolerance=0.005", "tolerance=0.01", "tolerance=0.026", "tolerance=0.1"] + [
     "tolerance=0.2",
