@@ -55,7 +55,7 @@ def write_target(shape: str, folder: Path) -> None:
     with torch.device(device):
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
-        model = transformers.AutoModel.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         torch.set_default_dtype(default)
     model.save_pretrained(folder)
     del model

@@ -87,4 +87,4 @@ def adamw_step(optimizer: torch.optim.AdamW, step: int, scale: Tensor, halted: T
                 raise ValueError("weights, gradients and moments must be contiguous")
             _adamw[(triton.cdiv(size, BLOCK),)](*tensors, size, *numbers, BLOCK=BLOCK, num_warps=8)
     if counts:
-        torch._foreach_add_(counts, 1.0 - halted)
+        torch._foreach_add_(counts, [1.0 - halted] * len(counts))  # one tensor for all would be read back

@@ -214,7 +214,9 @@ def to_fp8(states_TD: Tensor) -> tuple[Tensor, Tensor]:
     """
     value_TD = states_TD.float()
     magnitude_TD = value_TD.abs()
-    scale_T = magnitude_TD.masked_fill_(~(magnitude_TD < torch.inf), 0.0).amax(1) / 448.0
+    # By a tensor: a GPU would multiply by the inverse of a number, and round otherwise than a CPU.
+    largest = torch.full((1,), 448.0, device=states_TD.device)
+    scale_T = magnitude_TD.masked_fill_(~(magnitude_TD < torch.inf), 0.0).amax(1) / largest
     scale_T = torch.where(scale_T > 0, scale_T, 1.0)
     return scale_T, (value_TD / scale_T[:, None]).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
 

@@ -44,7 +44,7 @@ LINEAR = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 CONFIGS: dict[str, Any] = {
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
-    "llama": lambda: transformers.LlamaConfig(**{**SHAPE, "head_dim": 64}),
+    "llama": lambda: transformers.LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "head_dim": 64}),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**SHAPE, **LINEAR),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**{**SHAPE, "head_dim": 64}, **EXPERTS),
 }

@@ -1,0 +1,368 @@
+"""Measures both stages on one host the way a project runs them: some GPUs extract, others train. JSON lines.
+
+python benchmarks/topology.py --shape qwen3.6-27b --extract 0,1,2,3,4 --train 5,6,7
+python benchmarks/topology.py --shape qwen3-8b --extract 0 --train 1 --phases extract,train,both
+
+A target of random weights, random chats of realistic lengths, a folder as the store, the very worker pool,
+ranks and compile cache of the flows. Phases:
+
+    one      extraction on the first of the GPUs alone: what efficiency is measured against
+    extract  extraction on all of them
+    kill     the same plan once more, one worker killed with -9 in the middle: objects must be identical
+    single   training on the first training GPU alone, from the shards of `extract`
+    train    training on all of them, the compile cache restored
+    both     extraction and training at the same time
+    hours    from the rates above: what 902,000 samples over six epochs take, offline and online
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.fleet import HostWatch, chats, tell, write_target
+from dflash_core.target import TargetConfig, describe_target
+from flows.config import ExtractConfig, TrainConfig
+from flows.extract_steps import ShardRunner, open_pool
+from flows.launch import JobError, Message
+from flows.train_steps import TrainingLog, open_training_data, train
+from storage.dataset import Dataset, DatasetSpec, create_dataset
+from storage.objects import open_store
+
+PHASES = ("one", "extract", "kill", "single", "train", "both", "hours")
+SAMPLES, EPOCHS = 902_000, 6
+"""Size of the training run that online figures are known of."""
+WARM_SHARDS = 2
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "qwen3.6-27b": {
+        "drafter": {
+            "block_size": 32,
+            "num_layers": 5,
+            "intermediate_size": 17408,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+            "sliding_window": 2048,
+        },
+        "training": {"row_tokens": 49152, "anchors_per_row": 1024, "loss": {"gamma": 10.0}},
+    },
+    "qwen3-8b": {
+        "drafter": {
+            "block_size": 16,
+            "num_layers": 5,
+            "intermediate_size": 12288,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+        },
+        "training": {"row_tokens": 12288, "anchors_per_row": 2048, "loss": {"gamma": 7.0}},
+    },
+    "tiny": {
+        "drafter": {
+            "block_size": 8,
+            "num_layers": 1,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+        },
+        "training": {"row_tokens": 4096, "anchors_per_row": 32, "loss": {"gamma": 4.0}, "compile": False},
+    },
+}
+"""Drafter and training of the presets in configs/."""
+
+
+class Topology:
+    """The target, the folder, and the measurements so far."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        self.found: dict[str, dict[str, Any]] = {}
+        path = folder / f"target-{arguments.shape}"
+        if not (path / "config.json").exists():
+            self.say("target", seconds=timed(lambda: write_target(arguments.shape, path)))
+        self.target = TargetConfig(path=str(path), mask_token=319, batch_tokens=arguments.batch_tokens)
+        self.spec, self.capture = describe_target(self.target)
+
+    def say(self, phase: str, **found: Any) -> None:
+        """Keep and print the findings of a phase."""
+        rounded = {name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}
+        self.found[phase] = rounded
+        print(json.dumps({"phase": phase, "shape": self.arguments.shape, **rounded}), flush=True)
+
+    def plan(self, name: str, shards: int) -> Dataset:
+        """Plan a data set of so many shards; the same name and number give the same plan."""
+        spec = DatasetSpec(
+            target=self.spec,
+            capture=self.capture,
+            codec=self.arguments.codec,
+            input_sha256="0" * 64,
+            shard_tokens=self.arguments.shard_tokens,
+        )
+        samples = chats(shards * self.arguments.shard_tokens, seed=1)
+        return create_dataset(open_store(str(self.folder / name)), "topology", spec, samples)
+
+    def extract(
+        self,
+        phase: str,
+        slots: Sequence[str],
+        *,
+        kill: bool = False,
+        started: Callable[[], None] | None = None,
+    ) -> Dataset:
+        """Extract a fresh data set on these GPUs and time all but the first shards of each worker."""
+        arguments = self.arguments
+        dataset = self.plan(phase, (arguments.shards_per_gpu + WARM_SHARDS) * len(arguments.extract))
+        config = self.extract_config(dataset, slots)
+        tokens = {planned.shard: planned.tokens for planned in dataset.plan.shards}
+        shards = sorted(tokens)
+        warm, timed_shards = shards[: WARM_SHARDS * len(slots)], shards[WARM_SHARDS * len(slots) :]
+        with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
+            runner = ShardRunner(pool, redo=False)
+            warmed = timed(lambda: self._warm(runner, threads, warm, len(shards)))
+            if started is not None:
+                started()
+            if kill:
+                victim = next(pid for worker in pool.workers if (pid := worker.pid) is not None)
+                threading.Timer(arguments.kill_after, os.kill, (victim, signal.SIGKILL)).start()
+            disk, began = disk_bytes(), time.monotonic()
+            with HostWatch() as host:
+                results = list(threads.map(lambda shard: attempt(runner, shard), timed_shards))
+            seconds = time.monotonic() - began
+        dataset.seal()
+        done = sum(tokens[shard] for shard in timed_shards)
+        busy = sum(result["seconds"] for result in results)
+        self.say(
+            phase,
+            gpus=len(slots),
+            tokens=done,
+            seconds=seconds,
+            tokens_per_second=done / seconds,
+            tokens_per_second_per_gpu=done / seconds / len(slots),
+            capturing_share=busy / (seconds * len(slots)),
+            encoded_mb_per_second=sum(result["bytes"] for result in results) / seconds / 1e6,
+            disk_mb_per_second=(disk_bytes() - disk) / seconds / 1e6,
+            warm_up_seconds=warmed,
+            workers_started=sum(worker.starts for worker in pool.workers),
+            **host.summary(),
+        )
+        return dataset
+
+    def _warm(
+        self, runner: ShardRunner, threads: ThreadPoolExecutor, shards: Sequence[int], total: int
+    ) -> None:
+        runner.prepare(tell, total)
+        list(threads.map(lambda shard: attempt(runner, shard), shards))
+
+    def extract_config(self, dataset: Dataset, slots: Sequence[str]) -> ExtractConfig:
+        return ExtractConfig.model_validate(
+            {
+                "store": dataset.uri.rpartition("/")[0],
+                "chats": ["none"],
+                "target": self.target.model_dump(),
+                "codec": self.arguments.codec,
+                "workers": {
+                    "slots": tuple(slots),
+                    "writer": {"threads": self.arguments.threads, "pending_bytes": 2 << 30},
+                },
+            }
+        )
+
+    def train(self, phase: str, dataset: Dataset, gpus: Sequence[str]) -> None:
+        """Train for --steps optimizer steps, one row a rank."""
+        output = self.folder / f"drafter-{phase}"
+        shape = DRAFTERS[self.arguments.shape]
+        training = {
+            **shape["training"],
+            "rows_per_step": max(1, len(gpus)),
+            "epochs": 1000,
+            "max_steps": self.arguments.steps,
+            "validation_fraction": 0.0,
+            "log_every": 5,
+            "checkpoint_every": 10**6,
+        }
+        config = TrainConfig.model_validate(
+            {
+                "dataset": dataset.uri,
+                "target": self.target.path,
+                "output": str(output),
+                "gpus": tuple(gpus),
+                "drafter": shape["drafter"],
+                "training": training,
+                "cache": {"uri": str(self.folder / "compile-cache"), "local_root": str(self.folder / phase)},
+            }
+        )
+        output.mkdir()
+        log, said = TrainingLog(), []
+
+        def keep(message: Message) -> None:
+            said.append(message)
+            if message["kind"] == "stderr":
+                print(message["text"], file=sys.stderr, flush=True)
+
+        opened, drafter = open_training_data(config)
+        seconds = timed(lambda: train(config, opened, drafter, output, log, keep))
+        rows = [row for row in log.metrics if row.get("step_ms") is not None]
+        rows = rows[1:] or rows  # the first holds the steps that compile
+        step_ms = median(row["step_ms"] for row in rows)
+        wait_ms = median(row["data_wait_ms"] for row in rows)
+        started = next(m for m in said if m["kind"] == "started")
+        per_row = dataset.plan.tokens / started["rows_per_epoch"]
+        self.say(
+            phase,
+            gpus=len(gpus),
+            step_ms=step_ms,
+            data_wait_ms=wait_ms,
+            tokens_per_second=per_row * max(1, len(gpus)) * 1000 / (step_ms + wait_ms),
+            row_fill=per_row / shape["training"]["row_tokens"],
+            memory_peak_gib=rows[-1].get("memory_peak_gib"),
+            cache_state=(log.cache or {}).get("state"),
+            nothing_compiled=(log.cache or {}).get("nothing_compiled"),
+            off_fast_path=[m["reasons"] for m in said if m["kind"] == "off_fast_path"],
+            seconds=seconds,
+        )
+        shutil.rmtree(output)
+
+    def both(self, dataset: Dataset) -> None:
+        """Train from an earlier data set while another one is extracted."""
+        go = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            extraction = pool.submit(self.extract, "both: extract", self.arguments.extract, started=go.set)
+            while not go.wait(0.5) and not extraction.done():
+                pass
+            self.train("both: train", dataset, self.arguments.train)
+            extraction.result()
+        for part, alone in (("both: extract", "extract"), ("both: train", "train")):
+            if alone in self.found:
+                before, now = (self.found[name]["tokens_per_second"] for name in (alone, part))
+                self.say(f"{part} loses", share=1 - now / before)
+
+    def hours(self) -> None:
+        """Put the rates beside the online design, where every epoch pays for the target again."""
+        extract, trained = self.found.get("extract"), self.found.get("train")
+        if not extract or not trained:
+            return
+        each = sum(s.num_tokens for s in chats(10**7, seed=2)) / len(chats(10**7, seed=2))
+        tokens = SAMPLES * each
+        extraction, training = (tokens / r["tokens_per_second"] / 3600 for r in (extract, trained))
+        online = min(extract["tokens_per_second"], trained["tokens_per_second"])
+        self.say(
+            "hours",
+            samples=SAMPLES,
+            epochs=EPOCHS,
+            tokens_per_sample=each,
+            extraction_hours=extraction,
+            training_hours=EPOCHS * training,
+            offline_hours=extraction + EPOCHS * training,
+            online_tokens_per_second=online,
+            online_hours=EPOCHS * tokens / online / 3600,
+        )
+
+
+def attempt(runner: ShardRunner, shard: int) -> Message:
+    """Try a shard until it succeeds, as the flow does, at most three times."""
+    for left in (2, 1, 0):
+        try:
+            return runner.attempt(shard, tell)
+        except JobError as error:
+            print(f"shard {shard}: {error}", file=sys.stderr, flush=True)
+            if not left:
+                raise
+    raise AssertionError
+
+
+def objects(dataset: Dataset) -> dict[int, str]:
+    """Name of each shard's object, which carries its hash."""
+    return {shard: record.object for shard, record in dataset.records().items()}
+
+
+def disk_bytes() -> int:
+    """Bytes written by all processes to block devices so far."""
+    total = 0
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        fields = line.split()
+        if Path(f"/sys/block/{fields[2]}").exists() and not fields[2].startswith(("loop", "ram")):
+            total += int(fields[9]) * 512
+    return total
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def main() -> None:
+    """Run the phases asked for; one that fails says so, and the others go on."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(DRAFTERS), default="qwen3.6-27b")
+    parser.add_argument("--extract", default="0", help="GPUs that extract, or cpu")
+    parser.add_argument("--train", default="1", help="GPUs that train, or cpu")
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--shards-per-gpu", type=int, default=8)
+    parser.add_argument("--shard-tokens", type=int, default=131_072)
+    parser.add_argument("--batch-tokens", type=int, default=32_768)
+    parser.add_argument("--codec", default="tolerance=0.1")
+    parser.add_argument("--threads", type=int, default=4, help="entropy coders of one worker")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kill-after", type=float, default=8.0, help="seconds")
+    parser.add_argument("--folder", type=Path, help="for target and shards; default: a temporary one")
+    arguments = parser.parse_args()
+    arguments.extract = arguments.extract.split(",")
+    arguments.train = [gpu for gpu in arguments.train.split(",") if gpu != "cpu"]
+    phases = arguments.phases.split(",")
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="dflash-topology-"))
+    bench = Topology(arguments, folder)
+    data: dict[str, Dataset] = {}
+
+    def kill() -> None:
+        again = bench.extract("kill", arguments.extract, kill=True)
+        bench.say("kill: objects", identical=objects(again) == objects(data["extract"]))
+
+    runs: dict[str, Callable[[], None]] = {
+        "one": lambda: data.update(one=bench.extract("one", arguments.extract[:1])),
+        "extract": lambda: data.update(extract=bench.extract("extract", arguments.extract)),
+        "kill": kill,
+        "single": lambda: bench.train("single", data["extract"], arguments.train[:1]),
+        "train": lambda: bench.train("train", data["extract"], arguments.train),
+        "both": lambda: bench.both(data["extract"]),
+        "hours": bench.hours,
+    }
+    try:
+        for phase in (name for name in runs if name in phases):
+            try:
+                runs[phase]()
+            except Exception as error:  # noqa: BLE001  the other phases are worth having
+                bench.say(f"{phase}: failed", error=f"{type(error).__name__}: {str(error)[:800]}")
+        for many, one in (("extract", "one"), ("train", "single")):
+            if many in bench.found and one in bench.found:
+                rates = [
+                    bench.found[name]["tokens_per_second"] / max(1, bench.found[name]["gpus"])
+                    for name in (many, one)
+                ]
+                bench.say(f"{many}: efficiency", share=rates[0] / rates[1])
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
