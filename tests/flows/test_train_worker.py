@@ -25,7 +25,7 @@ from dflash_core.training import NonFiniteError, TrainingConfig
 from flows.config import TrainConfig
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
-from flows.train_worker import TrainJob, load_weights, train, uses_compiler
+from flows.train_worker import TrainJob, identity_of, load_weights, train, uses_compiler
 from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset, open_dataset
 from storage.objects import open_store
@@ -237,9 +237,12 @@ def test_a_run_that_explodes_names_step_shards_and_samples(
     dataset: Dataset, target: str, tmp_path: Path
 ) -> None:
     optimizer = {"learning_rate": 1e30, "clip_norm": None, "warmup_fraction": 0.0}
-    job = make_job(dataset, target, tmp_path, optimizer=optimizer, log_every=100)
-    with pytest.raises(NonFiniteError, match=r"optimizer step \d+ .*shards \d.*; samples chat-"):
+    job = make_job(dataset, target, tmp_path, optimizer=optimizer, log_every=100, checkpoint_every=1)
+    with pytest.raises(NonFiniteError, match=r"optimizer step \d+ .*shards \d.*; samples chat-") as caught:
         run_here(job)
+    found = Checkpoints(open_store(job.config.output), identity_of(job, dataset), keep=9).latest()
+    assert found is not None and found[0].position.optimizer_step == caught.value.optimizer_step
+    assert all(torch.isfinite(value).all() for value in found[1].values())
 
 
 def test_each_sample_is_seen_once_an_epoch_whatever_the_ranks(dataset: Dataset, target: str) -> None:

@@ -173,6 +173,27 @@ def test_non_finite_taps_halt_without_a_change() -> None:
         assert torch.equal(before[name], p), name
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_goes_on_as_the_whole_one(optimizer: str) -> None:
+    changes: dict[str, Any] = {"optimizer": {"name": optimizer, "learning_rate": 3e-3, "ema_decay": 0.9}}
+
+    def losses(trainer: Trainer, steps: range) -> list[float]:
+        rows = [row_on("cuda", trainer, lengths) for lengths in ROWS.values()]
+        found = []
+        for step in steps:
+            trainer.step([rows[step % 3]], 1)
+            found.append(trainer.summary()[0].loss)
+        return found
+
+    whole = losses(trainer_on("cuda", "bfloat16", **changes), range(8))
+    first = trainer_on("cuda", "bfloat16", **changes)
+    losses(first, range(4))
+    second = trainer_on("cuda", "bfloat16", **changes)
+    second.load_state({name: value.cpu() for name, value in first.state().items()}, first.optimizer_step)
+    assert losses(second, range(4, 8)) == pytest.approx(whole[4:], rel=1e-2)
+    assert whole[4] < 0.95 * whole[1]  # the same row: without the state it would start anew
+
+
 def test_a_checkpoint_holds_the_state_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
     trainer = trainer_on("cuda", "bfloat16")
     row = row_on("cuda", trainer, ROWS["documents"])
