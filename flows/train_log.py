@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,8 @@ from flows.ranks import say
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FILE = "wandb-run.txt"
+"""Id of the run on W&B, which a resumed run continues."""
 
 
 class TrainLog:
@@ -26,7 +29,7 @@ class TrainLog:
     """
 
     def __init__(self, folder: Path, *, first: bool, settings: Mapping[str, Any], start_step: int) -> None:
-        """Steps from `start_step` on are written anew: a resumed run repeats them."""
+        """Steps after `start_step`, the last one finished, are written anew: a resumed run repeats them."""
         self._first = first
         self._file: TextIO | None = None
         self._board: Any = None
@@ -37,7 +40,7 @@ class TrainLog:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._file = _reopen(folder / METRICS_FILE, start_step)
-        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=start_step)
+        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=start_step + 1)
         self._board.add_text("configuration", f"```\n{json.dumps(dict(settings), indent=1)}\n```", start_step)
         if os.environ.get("WANDB_PROJECT"):
             self._wandb = _start_wandb(settings, folder)
@@ -93,7 +96,10 @@ def _start_wandb(settings: Mapping[str, Any], folder: Path) -> Any:
             "WANDB_PROJECT is set but wandb is not installed: "
             "pip install -e '.[wandb]', or unset the variable"
         ) from None
-    return wandb.init(config=dict(settings), dir=str(folder), resume="allow")
+    path = folder / WANDB_FILE
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return wandb.init(id=path.read_text(), config=dict(settings), dir=str(folder), resume="allow")
 
 
 def _plain(value: Any) -> Any:

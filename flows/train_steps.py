@@ -29,7 +29,7 @@ from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
 from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, run_ranks
-from flows.train_log import METRICS_FILE
+from flows.train_log import METRICS_FILE, WANDB_FILE
 from storage.chats import read_chats
 from storage.compile_session import CompileSession
 from storage.dataset import Dataset, open_dataset
@@ -280,8 +280,9 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
         return
     folder = Path(tempfile.mkdtemp(prefix="dflash-training-"))
     try:
-        with suppress(ObjectNotFound):
-            (folder / METRICS_FILE).write_bytes(store.get(METRICS_FILE))
+        for name in (METRICS_FILE, WANDB_FILE):
+            with suppress(ObjectNotFound):
+                (folder / name).write_bytes(store.get(name))
         yield folder
     finally:
         _upload(store, folder)
