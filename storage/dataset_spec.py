@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -146,13 +147,17 @@ def shard_key(shard: int, sha256: str) -> str:
 
 def software_versions() -> dict[str, str]:
     """Versions that may change what is written; stated, not part of the identity."""
-    found = {}
-    for name in ("dflash-pipeline", "numpy", "pyarrow", "torch", "transformers", "zstandard"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    names = ("dflash-pipeline", "numpy", "pyarrow", "torch", "transformers", "zstandard")
+    return {name: _version(name) for name in names}
+
+
+@lru_cache
+def _version(package: str) -> str:
+    # Looked up once: it reads a file of the package's, and every shard asks.
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def differing_fields(here: DatasetSpec, there: DatasetSpec) -> list[str]:
