@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--setting", default="27B", choices=SETTINGS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--codec", default="tolerance=0.1")
-    parser.add_argument("--rows", type=int, default=4, help="rows in the data set: more than its reader holds")
+    parser.add_argument("--rows", type=int, default=4, help="of the data set: more than its reader holds")
     parser.add_argument("--writer-threads", type=int, default=8)
     arguments = parser.parse_args()
     setting = SETTINGS[arguments.setting]
