@@ -93,6 +93,8 @@ class Topology:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
         self.found: dict[str, dict[str, Any]] = {}
+        self.timed = (0.0, float("inf"))
+        """When the timed part of the last extraction began and ended."""
         path = folder / f"target-{arguments.shape}"
         if not (path / "config.json").exists():
             self.say("target", seconds=timed(lambda: write_target(arguments.shape, path)))
@@ -123,7 +125,7 @@ class Topology:
         slots: Sequence[str],
         *,
         kill: bool = False,
-        started: Callable[[], None] | None = None,
+        started: Callable[[], Any] | None = None,
     ) -> Dataset:
         """Extract a fresh data set on these GPUs and time all but the first shards of each worker."""
         arguments = self.arguments
@@ -144,6 +146,7 @@ class Topology:
             with HostWatch() as host:
                 results = list(threads.map(lambda shard: attempt(runner, shard), timed_shards))
             seconds = time.monotonic() - began
+        self.timed = (began, began + seconds)
         dataset.seal()
         done = sum(tokens[shard] for shard in timed_shards)
         busy = sum(result["seconds"] for result in results)
@@ -183,8 +186,13 @@ class Topology:
             }
         )
 
-    def train(self, phase: str, dataset: Dataset, gpus: Sequence[str]) -> None:
-        """Train for --steps optimizer steps, one row a rank."""
+    def train(
+        self, phase: str, dataset: Dataset, gpus: Sequence[str], running: threading.Event | None = None
+    ) -> None:
+        """Train for --steps optimizer steps, one row a rank; say when it is `running`.
+
+        With `running`, only steps beside the timed part of an extraction count.
+        """
         output = self.folder / f"drafter-{phase}"
         shape = DRAFTERS[self.arguments.shape]
         training = {
@@ -209,9 +217,14 @@ class Topology:
         )
         output.mkdir()
         log, said = TrainingLog(), []
+        when: dict[int, float] = {}
 
         def keep(message: Message) -> None:
             said.append(message)
+            if message["kind"] == "metrics":
+                when[message["step"]] = time.monotonic()
+                if running is not None and len(when) > 1:
+                    running.set()
             if message["kind"] == "stderr":
                 print(message["text"], file=sys.stderr, flush=True)
 
@@ -219,6 +232,8 @@ class Topology:
         seconds = timed(lambda: train(config, opened, drafter, output, log, keep))
         rows = [row for row in log.metrics if row.get("step_ms") is not None]
         rows = rows[1:] or rows  # the first holds the steps that compile
+        if running is not None:
+            rows = [row for row in rows if self.timed[0] < when[row["step"]] < self.timed[1]] or rows
         step_ms = median(row["step_ms"] for row in rows)
         wait_ms = median(row["data_wait_ms"] for row in rows)
         started = next(m for m in said if m["kind"] == "started")
@@ -234,19 +249,19 @@ class Topology:
             cache_state=(log.cache or {}).get("state"),
             nothing_compiled=(log.cache or {}).get("nothing_compiled"),
             off_fast_path=[m["reasons"] for m in said if m["kind"] == "off_fast_path"],
+            steps_counted=len(rows) * training["log_every"],
             seconds=seconds,
         )
         shutil.rmtree(output)
 
     def both(self, dataset: Dataset) -> None:
         """Train from an earlier data set while another one is extracted."""
-        go = threading.Event()
+        running = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            extraction = pool.submit(self.extract, "both: extract", self.arguments.extract, started=go.set)
-            while not go.wait(0.5) and not extraction.done():
-                pass
-            self.train("both: train", dataset, self.arguments.train)
-            extraction.result()
+            training = pool.submit(self.train, "both: train", dataset, self.arguments.train, running)
+            training.add_done_callback(lambda _: running.set())
+            self.extract("both: extract", self.arguments.extract, started=running.wait)
+            training.result()
         for part, alone in (("both: extract", "extract"), ("both: train", "train")):
             if alone in self.found:
                 before, now = (self.found[name]["tokens_per_second"] for name in (alone, part))
