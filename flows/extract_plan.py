@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_core.chat import ChatEncoder
 from dflash_core.configuration import UserError
@@ -22,6 +26,9 @@ log = logging.getLogger(__name__)
 EXAMPLES_SHOWN = 5
 ENOUGH_TO_JUDGE = 1000
 """A stream is not refused for its share of bad records before it has given this many."""
+ENCODING_THREADS = 8
+AHEAD_PER_THREAD = 4
+"""Records under way for each thread."""
 
 
 @dataclass
@@ -66,31 +73,50 @@ def encode_chats(
     tally: ChatTally,
     mask_token_id: int | None,
 ) -> Iterator[Sample]:
-    """Turn chats into samples one by one. Raises UserError when too many records are bad.
+    """Turn chats into samples, in their order. Raises UserError when too many records are bad.
 
     A chat that holds the mask token is bad: the drafter could not tell its text from what it is to fill in.
     """
-    for source in sources:
-        for record, where in read_chats(source):
-            if tally.read == config.limit:
-                break
-            tally.read += 1
-            try:
-                if isinstance(record, UnreadableRecord):
-                    raise ChatError("unreadable", record.error)
-                sample = encoder.encode(record)
-                if mask_token_id is not None and (sample.token_ids_T == mask_token_id).any():
-                    raise ChatError("holds the mask token", f"token {mask_token_id}")
-                yield sample
-                tally.kept += 1
-            except ChatError as error:
-                if error.unusable:
-                    tally.spoil(where, error.reason, str(error))
-                    if tally.read >= ENOUGH_TO_JUDGE:
-                        tally.check(config.max_bad_fraction)
-                else:
-                    tally.filtered[error.reason] += 1
+
+    def encode(record: dict[str, Any]) -> Sample:
+        if isinstance(record, UnreadableRecord):
+            raise ChatError("unreadable", record.error)
+        sample = encoder.encode(record)
+        if mask_token_id is not None and (sample.token_ids_T == mask_token_id).any():
+            raise ChatError("holds the mask token", f"token {mask_token_id}")
+        return sample
+
+    records = itertools.chain.from_iterable(map(read_chats, sources))
+    for where, encoding in _in_order(encode, itertools.islice(records, config.limit)):
+        tally.read += 1
+        try:
+            yield encoding.result()
+            tally.kept += 1
+        except ChatError as error:
+            if error.unusable:
+                tally.spoil(where, error.reason, str(error))
+                if tally.read >= ENOUGH_TO_JUDGE:
+                    tally.check(config.max_bad_fraction)
+            else:
+                tally.filtered[error.reason] += 1
     tally.check(config.max_bad_fraction)
+
+
+def _in_order(
+    encode: Callable[[dict[str, Any]], Sample], records: Iterable[tuple[dict[str, Any], str]]
+) -> Iterator[tuple[str, Future[Sample]]]:
+    """Have records encoded some ahead; yields where each is from and what becomes of it, in their order.
+
+    Threads will do: most of the time goes to the tokenizer, which lets others run meanwhile.
+    """
+    threads = min(ENCODING_THREADS, os.cpu_count() or 1)
+    under_way: deque[tuple[str, Future[Sample]]] = deque()
+    with ThreadPoolExecutor(threads, "encode") as pool:
+        for record, where in records:
+            under_way.append((where, pool.submit(encode, record)))
+            if len(under_way) > AHEAD_PER_THREAD * threads:
+                yield under_way.popleft()
+        yield from under_way
 
 
 def plan_dataset(config: ExtractConfig) -> Dataset:
