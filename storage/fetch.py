@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from storage.cell import Cell
 from storage.dataset import Dataset
 from storage.objects import ObjectNotFound, ObjectTruncated
 from storage.shard_format import (
@@ -19,7 +20,7 @@ from storage.shard_format import (
     ShardRecord,
     check_chunk,
     mend,
-    read_cells,
+    open_cells,
     read_head,
 )
 
@@ -38,13 +39,13 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowGroup:
-    """The verified rows of a row group; cells are views into what was read."""
+    """The rows of a row group, verified but for the contents of frames; cells are views of what was read."""
 
     record: ShardRecord
     first_row: int
     """Of the shard."""
     heads: list[RowHead]
-    cells: dict[str, list[memoryview]]
+    cells: dict[str, list[Cell]]
     """Column -> one cell a row."""
 
 
@@ -161,14 +162,13 @@ class GroupFetcher:
                 offset, length, _ = group.chunks[chunk]
                 if start <= offset < start + size:
                     chunks[chunk] = data[offset - start : offset - start + length]
-        for chunk, data in chunks.items():
-            check_chunk(record, row_group, chunk, data, uri)
+        check_chunk(record, row_group, 0, chunks[0], uri)
         return RowGroup(
             record=record,
             first_row=group.first_row,
             heads=read_head(chunks[0], group.rows),
             cells={
-                column: read_cells(chunks[chunk], group.rows)
+                column: open_cells(record, row_group, chunk, chunks[chunk], uri)
                 for column, chunk in zip(self._columns, self._chunks[1:], strict=True)
             },
         )

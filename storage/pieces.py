@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.configuration import UserError
-from storage.cell import Cell, CodecError, open_cell
+from storage.cell import Cell, CodecError
 from storage.dataset import Dataset
 from storage.fetch import GroupKey, RowGroup
 from storage.shard_format import ShardCorrupt, mend
@@ -148,7 +148,7 @@ class PieceDecoder:
             raise ShardCorrupt(f"{where} is not sample {name!r}, as planned; {mend(uri)}")
         staging = self._stagings.get()
         try:
-            cells = [open_cell(group.cells[column][piece.row_in_group]) for column in self._columns]
+            cells = [group.cells[column][piece.row_in_group] for column in self._columns]
             if any((cell.header.tokens, cell.header.width) != (piece.tokens, self._width) for cell in cells):
                 raise CodecError("a cell has another shape than its row")
             sink.write(piece, cells, staging)

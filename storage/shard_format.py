@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.configuration import Config, UserError
+from storage.cell import Cell, CodecError, imprint, open_cell
 
 FORMAT_VERSION = 1
 HEAD_COLUMNS = ("sample_id", "part", "parts", "first_token", "token_ids", "loss_mask")
@@ -80,6 +81,8 @@ class RowGroupRecord(Config):
     chunks: tuple[tuple[int, int, str], ...]
     """(offset in the file, size, first 32 hex digits of sha256) of the head (HEAD_COLUMNS together), then of
     each data column in the order of `ShardRecord.columns`. They lie back to back and fill the row group."""
+    imprints: tuple[str, ...]
+    """`storage.cell.imprint` of the cells of each data column."""
 
 
 class ShardRecord(Config):
@@ -224,11 +227,13 @@ def record_row_group(
 
     This reads every page header back: a file that `read_cells` could not read is never committed.
     """
-    ends = [0]
+    ends, imprints = [0], []
     for kinds in (_HEAD_TYPES, *[(_BYTE_ARRAY,)] * columns):
         end = ends[-1]
         for kind in kinds:
-            _, end = _read_column(data, end, rows, kind)
+            values, end = _read_column(data, end, rows, kind)
+        if len(ends) > 1:
+            imprints.append(imprint(map(open_cell, values)))
         ends.append(end)
     if ends[-1] != len(data):
         raise RuntimeError(
@@ -238,7 +243,13 @@ def record_row_group(
         (offset + start, stop - start, digest(data[start:stop])) for start, stop in itertools.pairwise(ends)
     )
     return RowGroupRecord(
-        offset=offset, size=len(data), first_row=first_row, rows=rows, tokens=tokens, chunks=chunks
+        offset=offset,
+        size=len(data),
+        first_row=first_row,
+        rows=rows,
+        tokens=tokens,
+        chunks=chunks,
+        imprints=tuple(imprints),
     )
 
 
@@ -255,11 +266,30 @@ def check_chunk(
 ) -> None:
     """Compare the bytes of `RowGroupRecord.chunks[chunk]` with their digest. Raises ShardCorrupt."""
     group = record.row_groups[row_group]
-    if len(data) == group.chunks[chunk][1] and digest(data) == group.chunks[chunk][2]:
-        return
+    if len(data) != group.chunks[chunk][1] or digest(data) != group.chunks[chunk][2]:
+        raise _not_committed(record, row_group, chunk, dataset_uri)
+
+
+def open_cells(
+    record: ShardRecord, row_group: int, chunk: int, data: memoryview | bytes, dataset_uri: str
+) -> list[Cell]:
+    """Read the cells of a data column and compare them with their imprint: views, no copies.
+
+    What is inside of their frames is checked when they are unpacked. Raises ShardCorrupt.
+    """
+    group = record.row_groups[row_group]
+    with suppress(CodecError, ValueError, IndexError, KeyError, TypeError, RecursionError):
+        cells = [open_cell(cell) for cell in read_cells(data, group.rows)]
+        if imprint(cells) == group.imprints[chunk - 1]:
+            return cells
+    raise _not_committed(record, row_group, chunk, dataset_uri)
+
+
+def _not_committed(record: ShardRecord, row_group: int, chunk: int, dataset_uri: str) -> ShardCorrupt:
+    group = record.row_groups[row_group]
     column = "ids and tokens" if chunk == 0 else record.columns[chunk - 1]
     rows = f"rows {group.first_row} to {group.first_row + group.rows - 1}"
-    raise ShardCorrupt(
+    return ShardCorrupt(
         f"shard {record.shard} ({record.object}) of {dataset_uri}: {column} of {rows} "
         f"(row group {row_group}) is not what was committed; {mend(dataset_uri)}"
     )
@@ -317,6 +347,8 @@ def _read_column(view: memoryview, position: int, rows: int, kind: str) -> tuple
             for _ in range(page[1]):
                 start = position + 4
                 position = start + int.from_bytes(view[position:start], "little")
+                if position > end:
+                    break
                 values.append(view[start:position])
             if position != end:
                 raise ValueError("a page does not end where its values end")
