@@ -188,9 +188,12 @@ def prepare(setting: dict[str, Any]) -> Run:
         # As in the drafter: tokens outside, heads inside, seen transposed.
         shape = (tokens, heads, config.head_dim)
         base = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        return base.transpose(0, 1).unsqueeze(0).requires_grad_()
+        return base.transpose(0, 1).unsqueeze(0)
 
     q, k, v = states(32, queries), states(8, row_tokens + queries), states(8, row_tokens + queries)
+    q.mul_(config.head_dim**-0.5)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
     pull = torch.randn_like(q)
     reference: list[torch.Tensor] = []
 
@@ -204,6 +207,7 @@ def prepare(setting: dict[str, Any]) -> Run:
                 k,
                 v,
                 block_mask=mask,
+                scale=1.0,  # as in the drafter, whose queries come scaled
                 enable_gqa=True,
                 kernel_options=options or None,  # type: ignore[arg-type]
             ),

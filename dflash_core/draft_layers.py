@@ -127,14 +127,22 @@ def attend(
     q_QHF: Tensor, k_SGF: Tensor, v_SGF: Tensor, mask: BlockMask | Tensor | None, hopper: bool
 ) -> Tensor:
     """Attention with grouped heads: flex attention for a `BlockMask`, SDPA for a dense bool [Q, S] mask or
-    None (all visible).
+    None (all visible). Queries come scaled, so that no kernel has to multiply its scores.
     """
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q_QHF, k_SGF, v_SGF))
     if isinstance(mask, BlockMask):
         options = HOPPER_OPTIONS if hopper else None
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[arg-type]
+        out = flex_attention(
+            q,
+            k,
+            v,
+            block_mask=mask,
+            scale=1.0,
+            enable_gqa=True,
+            kernel_options=options,  # type: ignore[arg-type]
+        )
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -149,10 +157,14 @@ def slot_projections(x_ND: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[
 
 
 def turn(x_NHF: Tensor, norm: Tensor, cos_NF: Tensor, sin_NF: Tensor, shape: LayerShape) -> Tensor:
-    """Norm of each head, then rotation, in float32; what queries and keys go through after their
-    projection.
-    """
+    """Norm of each head, then rotation, in float32; what keys go through after their projection."""
     return rotate(rms_norm(x_NHF, norm, shape.eps), cos_NF, sin_NF).to(shape.dtype)
+
+
+def turn_queries(x_NHF: Tensor, norm: Tensor, cos_NF: Tensor, sin_NF: Tensor, shape: LayerShape) -> Tensor:
+    """As `turn`, times the scale of attention's scores before anything is rounded."""
+    turned = rotate(rms_norm(x_NHF, norm, shape.eps), cos_NF, sin_NF)
+    return (turned * shape.head_dim**-0.5).to(shape.dtype)
 
 
 def attend_and_feed(
@@ -196,7 +208,7 @@ def draft_layer(
     float32.
     """
     q, k, v = slot_projections(x_QD, w, shape)
-    q = turn(q, w.q_norm, cos_QF, sin_QF, shape)
+    q = turn_queries(q, w.q_norm, cos_QF, sin_QF, shape)
     k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     return attend_and_feed(x_QD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
 
@@ -221,7 +233,7 @@ def first_draft_layer(
     # So few rows that fp8 has nothing to win.
     few = slot_projections(rows_RD, w, shape._replace(fp8=False))
     q, k, v = (repeat_mask_row(rows, slots) for rows in few)
-    q = turn(q, w.q_norm, cos_QF, sin_QF, shape)
+    q = turn_queries(q, w.q_norm, cos_QF, sin_QF, shape)
     k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     x_QD = repeat_mask_row(rows_RD, slots)
     return attend_and_feed(x_QD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
@@ -251,7 +263,7 @@ def last_draft_layer(
     k = turn(k, w.k_norm, cos_QF, sin_QF, shape)
     cos_PF, sin_PF = (without_anchors(t, slots, queries) for t in (cos_QF, sin_QF))
     q = product(without_anchors(normed_QD, slots, queries), w.q_proj.to(dtype), shape)
-    q = turn(q.view(-1, shape.num_heads, features), w.q_norm, cos_PF, sin_PF, shape)
+    q = turn_queries(q.view(-1, shape.num_heads, features), w.q_norm, cos_PF, sin_PF, shape)
     x_PD = without_anchors(x_QD, slots, queries)
     return attend_and_feed(x_PD, q, k, v, context_keys_CGF, context_values_CGF, w, mask, shape)
 
