@@ -134,7 +134,7 @@ def run(config: Path, dataset: Dataset, api: str, home: Path, until: int) -> dic
     before, planned = committed(dataset), len(dataset.plan.shards)
     began = time.monotonic()
     first = last = 0.0
-    peak, found = 0.0, before
+    peak, found, at_first = 0.0, before, before
     with (home / "extract.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.cli", "extract", "--config", str(config)],
@@ -149,16 +149,19 @@ def run(config: Path, dataset: Dataset, api: str, home: Path, until: int) -> dic
         now = committed(dataset)
         if now > found:
             found, last = now, time.monotonic()
-            first = first or last
+            if not first:
+                first, at_first = last, now
         if until <= found < planned:
             process.send_signal(signal.SIGINT)
             process.wait(120)
+    rate = (found - at_first) / max(last - first, LOOK_EVERY_S)
+    found = committed(dataset)
     if found < until:
         raise RuntimeError((home / "extract.log").read_text()[-3000:])
     return told(
         {
             "new_shards": found - before,
-            "shards_per_s": round((found - before) / (last - first), 2),
+            "shards_per_s": round(rate, 2),
             "first_shard_after_s": round(first - began, 1),
             "seconds": round(time.monotonic() - began, 1),
             "flow_peak_rss_mb": round(peak),

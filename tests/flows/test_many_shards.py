@@ -1,0 +1,38 @@
+"""The benchmark of many shards in small: interrupted, continued with what is missing, fit to be looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.many_shards import ask, make_config, query_times, run
+from flows.config import dump_config
+from flows.extract_plan import plan_dataset
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect")]
+
+
+def test_many_shards(tmp_path: Path) -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    api = str(PREFECT_API_URL.value())
+    config = make_config(tmp_path, shards=30, per_child=7)
+    path = tmp_path / "extract.yaml"
+    path.write_text(dump_config(config))
+    dataset = plan_dataset(config)
+    assert len(dataset.plan.shards) == 30
+    first = run(path, dataset, api, tmp_path, until=10)
+    missing = dataset.missing()
+    assert first["new_shards"] == 30 - len(missing) and missing
+    second = run(path, dataset, api, tmp_path, until=30)
+    assert second["new_shards"] == len(missing) and dataset.sealed
+    assert second["flow_peak_rss_mb"] < 1500
+
+    parts = {"flows": {"name": {"any_": ["extract-shards"]}}, "sort": "START_TIME_DESC"}
+    of_this = [
+        part for part in ask(api, "/flow_runs/filter", parts) if dataset.uri in str(part["parameters"])
+    ]
+    of_second = of_this[: -(-len(missing) // 7)]
+    assert sorted(shard for part in of_second for shard in part["parameters"]["shards"]) == missing
+    assert set(query_times(api, of_second[0]["id"])) >= {"graph", "tasks", "logs", "artifacts"}
