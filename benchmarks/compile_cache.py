@@ -46,8 +46,8 @@ from dflash_core.compile_graphs import training_graphs
 from dflash_core.compile_watch import COMPILE_THREADS_VARIABLE
 from dflash_core.drafter import DrafterConfig
 from dflash_core.training import TrainingConfig
-from flows.build_cache import build_cache, open_compile_store
-from storage.compile_session import CompileCacheConfig, CompileSession
+from flows.build_cache import build_cache
+from storage.compile_session import CompileCacheConfig, CompileSession, open_compile_store
 
 SLOWEST = 60
 """Functions that a profile shows."""
@@ -122,7 +122,14 @@ class Starts:
 
 def shown(summary: dict[str, Any], reports: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Pick what is worth printing of one start."""
-    left_out = {"version", "fingerprint", "compiled", "cold_first_step_seconds", "seconds_saved"}
+    left_out = {
+        "version",
+        "fingerprint",
+        "compiled",
+        "cold_first_step_seconds",
+        "seconds_saved",
+        "slowest_start",
+    }
     told = {
         "rank",
         "device",

@@ -44,6 +44,11 @@ VALUES_OF_TRAINING = {
 """Fields of a training configuration that enter no graph."""
 VALUES_OF_LOSS = {"gamma", "dpace_alpha", "kl_weight"}
 
+VALUES_OF_TARGET = {"path", "revision", "mask_token", "tap_layer_ids", "num_taps", "compile_layers"}
+"""Fields of a target that enter no graph: which weights, which layers are looked at."""
+NAMES_IN_TEXT_CONFIG = {"_name_or_path", "transformers_version", "architectures"}
+"""Of transformers' configuration, what says nothing of the layers; its version is in the environment."""
+
 
 def training_graphs(drafter: DrafterConfig, training: TrainingConfig) -> GraphSet:
     """Identify the graphs of a training step, its backward, and an evaluation step."""
@@ -61,14 +66,14 @@ def training_graphs(drafter: DrafterConfig, training: TrainingConfig) -> GraphSe
     return graph_set(name, settings, sources_of(COMPILED_IN_TRAINING))
 
 
-def extraction_graphs(target: TargetConfig, shape: dict[str, Any]) -> GraphSet:
+def extraction_graphs(target: TargetConfig, text: dict[str, Any]) -> GraphSet:
     """Identify what a target compiles while its hidden states are captured.
 
-    `shape` is what the target's own configuration says of its layers (model type, widths, number of layers).
+    `text` is the target's own configuration of its text model, as JSON values.
     """
-    fields = {"taps", "num_taps", "last_hidden", "dtype", "attention", "batching", "batch_tokens"}
-    settings = {**target.model_dump(mode="json", include=fields), **shape}
-    name = f"capture-{shape.get('model_type', 'target')}-{shape.get('hidden_size', 0)}w"
+    settings = target.model_dump(mode="json", exclude=VALUES_OF_TARGET)
+    settings |= {f"text.{name}": value for name, value in text.items() if name not in NAMES_IN_TEXT_CONFIG}
+    name = f"capture-{text['model_type']}-{text['hidden_size']}w"
     return graph_set(name, settings, sources_of(COMPILED_IN_EXTRACTION))
 
 

@@ -1,7 +1,7 @@
 """Builds the compile artifact of a training configuration: one full train step and one evaluation step.
 
 Run it once for a fingerprint, and every start of training is warm. On a machine that has a fitting version
-already it proves that version: nothing may be compiled.
+already it proves that version: nothing may be compiled. `flows.build` does the same as a Prefect flow.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_core.compile_graphs import training_graphs
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
 from dflash_core.training import TrainingConfig
-from flows.ranks import run_ranks
-from storage.compile_session import CompileCacheConfig, CompileSession
-from storage.objects import Store, open_store
+from flows.config import TrainConfig
+from flows.devices import hold_devices
+from flows.extract_steps import worker_slots
+from flows.launch import Message, OnMessage, ignore
+from flows.ranks import rank_environment, run_ranks
+from storage.compile_session import CompileCacheConfig, CompileSession, open_compile_store
+from storage.dataset import open_dataset
+from storage.objects import Store
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +33,30 @@ SILENCE_TIMEOUT_S = 3600.0
 """Ranks that say nothing for this long while they compile are ended."""
 
 
-class BuildCacheConfig(Config):
-    """A compile artifact to build."""
+def build_for_training(config: TrainConfig, on_message: OnMessage = ignore) -> dict[str, Any]:
+    """Build the artifact of a training run, or prove the one that there is; return `build_cache`'s summary.
 
-    drafter: DrafterConfig
-    training: TrainingConfig
-    gpus: tuple[str, ...] = ()
-    """GPUs to compile on, one rank each; one is enough. Empty: the CPU."""
-    cache: CompileCacheConfig
-    """Its `uri` must be set here."""
+    The data set says what target the drafter is for; it need not be sealed yet. One GPU serves for all that
+    the run will have, because each rank sees its own as the first.
+
+    Raises UserError or RanksFailed as `build_cache`.
+    """
+    if config.cache is None:
+        raise UserError("cache: null switches the compile cache off, so there is nothing to build")
+    dataset = open_dataset(config.dataset)
+    drafter = config.drafter.for_target(dataset.spec.target, dataset.spec.capture)
+    gpus = tuple(slot for slot in worker_slots(config.gpus) if slot != "cpu")[:1]
+    with hold_devices(gpus):
+        return build_cache(
+            drafter,
+            config.training,
+            config.cache,
+            store=open_compile_store(config.cache, dataset.uri.rpartition("/")[0]),
+            gpus=gpus,
+            ranks=1 if gpus else config.cpu_ranks,
+            run_name=f"build for {config.output}",
+            on_message=on_message,
+        )
 
 
 def build_cache(
@@ -48,7 +68,7 @@ def build_cache(
     gpus: Sequence[str] = (),
     ranks: int | None = None,
     run_name: str = "build",
-    on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
+    on_message: OnMessage = ignore,
 ) -> dict[str, Any]:
     """Restore what fits, run one full step on each rank, publish what it compiled; return the summary.
 
@@ -63,7 +83,6 @@ def build_cache(
     opened = store or open_compile_store(cache)
     number = ranks or max(1, len(gpus))
     first_steps: list[float] = []
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:1])}
     with (
         tempfile.TemporaryDirectory(prefix="dflash-build-") as scratch,
         CompileSession.open(
@@ -72,11 +91,11 @@ def build_cache(
             cache,
             ranks=number,
             run_name=run_name,
-            variables=visible,
+            variables=rank_environment(gpus, number),
         ) as session,
     ):
 
-        def follow(message: Mapping[str, Any]) -> None:
+        def follow(message: Message) -> None:
             session.on_message(message)
             if message["kind"] == "first_step":
                 first_steps.append(float(message["seconds"]))
@@ -104,12 +123,3 @@ def build_cache(
         "first_optimizer_step_seconds": first,
         "wall_seconds": round(time.monotonic() - began, 3),
     }
-
-
-def open_compile_store(cache: CompileCacheConfig, beside: str | None = None) -> Store:
-    """Open the store of compile caches: `cache.uri`, or `compile-cache` below the store of the data sets."""
-    if cache.uri is not None:
-        return open_store(cache.uri)
-    if beside is None:
-        raise UserError("say where compile caches lie: set cache.uri to a folder or s3://bucket/prefix")
-    return open_store(beside).child("compile-cache")

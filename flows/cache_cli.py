@@ -153,21 +153,21 @@ def unpin(uri: Uri, name: Annotated[str, typer.Option("--as", help="Name of the 
 
 @app.command()
 def build(
-    config: Annotated[Path, typer.Option("--config", "-c", help="YAML file.", metavar="FILE")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML file of training.", metavar="FILE")],
+    dataset: Annotated[
+        str | None, typer.Option(help="For this data set instead; it need not be sealed.", metavar="URI")
+    ] = None,
 ) -> None:
     """Compile a training configuration's graphs once and publish them; or prove that a version fits."""
-    from flows.build_cache import BuildCacheConfig, build_cache
-    from flows.config import load_config
+    from flows.build_cache import build_for_training
+    from flows.config import TrainConfig, load_config
 
-    settings = load_config(BuildCacheConfig, config)
-    summary = build_cache(
-        settings.drafter,
-        settings.training,
-        settings.cache,
-        gpus=settings.gpus,
-        on_message=lambda message: (
-            typer.echo(message.get("text", ""), err=True) if message["kind"] == "stderr" else None
-        ),
+    settings = load_config(TrainConfig, config)
+    if dataset is not None:
+        settings = settings.model_copy(update={"dataset": dataset})
+    summary = build_for_training(
+        settings,
+        lambda message: typer.echo(message["text"], err=True) if message["kind"] == "stderr" else None,
     )
     typer.echo(json.dumps(summary, indent=1))
     if not summary["nothing_compiled"] and summary["version"] is None:

@@ -146,7 +146,7 @@ def up(
     limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
     logs: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("runs/up"),
 ) -> None:
-    """Start a Prefect server with a worker and both deployments on this machine; Ctrl-C stops it."""
+    """Start a Prefect server with a worker and the deployments on this machine; Ctrl-C stops it."""
     from flows.up import up as run
 
     run(host, port, limit, logs)
@@ -157,7 +157,7 @@ def join(
     limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
     healthcheck: Annotated[bool, typer.Option(help="Answer GET /health on port 8080.")] = False,
 ) -> None:
-    """Work for the Prefect server at PREFECT_API_URL: register both deployments, take runs; Ctrl-C stops."""
+    """Work for the Prefect server at PREFECT_API_URL: register the deployments, take runs; Ctrl-C stops."""
     from flows.up import join as run
 
     run(limit, healthcheck)

@@ -90,6 +90,8 @@ class ExtractConfig(Config):
     """Split a plan larger than this into child flow runs of this many shards; 0: never."""
     workers: WorkersConfig = WorkersConfig()
     """Where the work is done. Not part of the data set's identity."""
+    cache: CompileCacheConfig | None = CompileCacheConfig()
+    """Where the compile cache of the target is kept, if it is compiled; None: no such artifact is used."""
 
     @field_validator("codec")
     @classmethod

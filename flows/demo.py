@@ -140,6 +140,6 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"data set   {report['dataset']}\ndrafter    {report['drafter']}", soft_wrap=True)
     console.print("plots      " + "\n           ".join(report["plots"]), soft_wrap=True)
     console.print(
-        "\nNext: `dflash shards list` on the data set; `dflash up` for the Prefect UI and both deployments; "
+        "\nNext: `dflash shards list` on the data set; `dflash up` for the Prefect UI and the deployments; "
         "configs/qwen3-8b for a real target on GPUs."
     )

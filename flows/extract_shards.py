@@ -100,6 +100,7 @@ def _workers(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
             yield pool
         finally:
             _held.reset(token)
+    report.publish_cache(pool.cache)
 
 
 def failed_names(outcome: Outcome) -> str:

@@ -6,18 +6,32 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_core.compile_graphs import extraction_graphs
 from dflash_core.configuration import UserError
+from dflash_core.target_identity import load_text_config
 from flows.config import ExtractConfig
 from flows.devices import hold_devices
 from flows.extract_plan import plan_dataset
-from flows.launch import JobError, Message, OnMessage, PoolClosed, Worker, WorkerPool, python_module
+from flows.launch import (
+    JobError,
+    Message,
+    OnMessage,
+    PoolClosed,
+    Worker,
+    WorkerPool,
+    ignore,
+    python_module,
+    visible_gpus,
+)
 from flows.respond import RespondConfig
+from storage.compile_session import CompileSession, open_compile_store
 from storage.dataset import Dataset, Manifest
 
 log = logging.getLogger(__name__)
@@ -84,8 +98,20 @@ def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
     return tuple(configured)
 
 
+class CaptureWorkers(WorkerPool):
+    """The workers that capture a data set, and what they start from."""
+
+    session: CompileSession | None = None
+    """The compile cache, where the target is compiled. Its summary is complete when the pool is closed."""
+
+    @property
+    def cache(self) -> dict[str, Any] | None:
+        """Summary of the compile cache, None where nothing is compiled."""
+        return self.session.summary() if self.session else None
+
+
 @contextlib.contextmanager
-def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
+def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[CaptureWorkers]:
     """Give the pool of workers that capture this data set, none started yet; their GPUs are held."""
     workers = config.workers
     slots = worker_slots(workers.slots)
@@ -96,16 +122,41 @@ def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
         "scratch": workers.scratch,
         "writer": workers.writer.model_dump(mode="json"),
     }
-    pool = WorkerPool(
-        slots,
-        python_module("flows.extract_worker"),
-        setup,
-        depth=JOBS_PER_WORKER,
-        start_timeout_s=workers.start_timeout_s,
-        silence_timeout_s=workers.silence_timeout_s,
-    )
-    with hold_devices(slots), pool:
-        yield pool
+    with hold_devices(slots), _compile_session(config, dataset, slots) as session:
+        pool = CaptureWorkers(
+            slots,
+            python_module("flows.extract_worker"),
+            setup,
+            depth=JOBS_PER_WORKER,
+            start_timeout_s=workers.start_timeout_s,
+            silence_timeout_s=workers.silence_timeout_s,
+            environment=session.environment if session else None,
+            listen=session.on_message if session else ignore,
+        )
+        pool.session = session
+        with pool:
+            yield pool
+        if session:
+            session.publish_rest()
+
+
+@contextlib.contextmanager
+def _compile_session(
+    config: ExtractConfig, dataset: Dataset, slots: Sequence[str]
+) -> Iterator[CompileSession | None]:
+    """Open the compile cache of the target; it is published when a worker has captured its first shard."""
+    compiles = config.target.compile_layers
+    if config.cache is None or not (slots[0] != "cpu" if compiles is None else compiles):
+        yield None
+        return
+    store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
+    _, text = load_text_config(config.target.path, config.target.revision)
+    graphs = extraction_graphs(config.target, json.loads(text.to_json_string(use_diff=False)))
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(slots[0]))}
+    with CompileSession.open(
+        store, graphs, config.cache, run_name=f"extract-{dataset.name}", variables=visible
+    ) as session:
+        yield session
 
 
 def wanted_shards(dataset: Dataset, only: Sequence[int] = ()) -> list[int]:

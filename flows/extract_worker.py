@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dflash_core.compile_watch import CompileReport, Watch, cache_in_use
 from dflash_core.configuration import UserError
 from dflash_core.distributed import own_device
 from dflash_core.records import CapturedSample, Sample
@@ -39,7 +40,14 @@ class ShardCapturer:
 
     def __init__(self, channel: Channel, setup: Job) -> None:
         """Load the target and check it. Raises UserError."""
-        self.channel = channel
+        self.channel, self.worker = channel, setup.get("worker", 0)
+        self.watch = Watch.from_environment() if cache_in_use() else None
+        """Tells what is compiled, where the parent has opened a compile cache."""
+        self.compiled: CompileReport | None = None
+        """What was told of it last."""
+        if self.watch:
+            self.watch.mark("python, torch and our modules")
+            self.watch.load_compiler()
         self.dataset: Dataset = open_dataset(setup["dataset"])
         config = TargetConfig.model_validate(setup["target"])
         if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
@@ -50,6 +58,9 @@ class ShardCapturer:
         self.codec = parse_codec(self.dataset.spec.codec)
         self.writer_config = WriterConfig.model_validate(setup["writer"])
         self.scratch = Path(setup["scratch"]) if setup["scratch"] else None
+        if self.watch:
+            self.watch.mark("target")
+            self.watch.start()
         self._check_target(setup["parity_samples"])
 
     def _check_target(self, count: int) -> None:
@@ -102,6 +113,7 @@ class ShardCapturer:
             writer.abort()
             raise
         seconds = time.monotonic() - began
+        self._tell_compiled()
 
         def finish() -> Result:
             try:
@@ -112,6 +124,15 @@ class ShardCapturer:
             return {**self._result(record, seconds, found=found), "token_budget": budget}
 
         return finish
+
+    def _tell_compiled(self) -> None:
+        """Report after the first shard, and after each other that has met something not compiled before."""
+        if self.watch is None:
+            return
+        report = self.watch.report(rank=self.worker)
+        if self.compiled is None or report.new_files > self.compiled.new_files:
+            self.compiled = report
+            self.channel.say(**report.model_dump(mode="json"))
 
     def _capture_into(self, writer: ShardWriter, samples: Sequence[Sample], shard: int) -> int:
         """Capture in batches, write in the order of the plan; return the token budget."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_core.configuration import UserError
 from flows.worker_process import (
@@ -43,8 +43,10 @@ class WorkerPool:
     """A fixed set of slots whose workers are lent out job by job.
 
     Use as a context manager: leaving it ends every worker within seconds, and whoever waits for one gets
-    PoolClosed. `setup` is the first message that each process receives. `depth` is how many jobs a worker may
-    hold: with 2 it can begin one while it finishes (uploads) the one before.
+    PoolClosed. `setup` is the first message that each process receives, with its number as "worker";
+    `environment` are variables that it gets beside ours. `depth` is how many jobs a worker may hold: with 2
+    it can begin one while it finishes (uploads) the one before. `listen` hears whatever workers say in all
+    jobs.
     """
 
     def __init__(
@@ -56,11 +58,15 @@ class WorkerPool:
         depth: int = 1,
         start_timeout_s: float = 1800.0,
         silence_timeout_s: float = 600.0,
+        environment: Mapping[str, str] | None = None,
+        listen: OnMessage = ignore,
     ) -> None:
         if not slots:
             raise UserError("no worker slots: name at least one GPU (such as 0) or cpu")
         limits = (start_timeout_s, silence_timeout_s)
-        self.workers = [Worker(i, slot, argv, setup, limits) for i, slot in enumerate(slots)]
+        variables = environment or {}
+        self.workers = [Worker(i, slot, argv, setup, limits, variables) for i, slot in enumerate(slots)]
+        self._listen = listen
         self.capacity = depth * len(slots)
         """How many jobs can be held at a time."""
         self._depth = depth
@@ -100,9 +106,14 @@ class WorkerPool:
         Blocks while all are busy. Returns the "done" message and the worker. Errors as `Worker.call`, with
         their `worker` set, or PoolClosed.
         """
+
+        def heard(message: Message) -> None:
+            self._listen(message)
+            on_message(message)
+
         with self._lease(avoid) as worker:
             try:
-                return worker.call(job, on_message), worker
+                return worker.call(job, heard), worker
             except JobError as error:
                 if self._closed:
                     raise PoolClosed("the worker pool was closed during the job") from error

@@ -15,7 +15,7 @@ from prefect.plugins import register_hook
 
 PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 
-NAMES = frozenset({"extract-hidden-states", "train-drafter"})
+NAMES = frozenset({"extract-hidden-states", "build-compile-cache", "train-drafter"})
 COMMANDS = frozenset({"run", "inspect"})
 FREE_TEXT = frozenset({"-t", "--tag", "--flow-run-name"})
 """Options whose value may look like one of our names."""

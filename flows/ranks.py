@@ -55,11 +55,8 @@ def run_ranks(
     """
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
-    env = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(",".join(gpus))) if gpus else ""
+    env = {**os.environ, **(environment or {}), **rank_environment(gpus, ranks), "PYTHONUNBUFFERED": "1"}
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(shutdown_s)
-    if not gpus:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
     command += [*(["--virtual-local-rank"] if gpus else []), "-m", module, *arguments]
     process = subprocess.Popen(
@@ -79,6 +76,14 @@ def run_ranks(
         _end(process, shutdown_s)
     if code != 0:
         _raise(code, first_error, tail)
+
+
+def rank_environment(gpus: Sequence[str], ranks: int) -> dict[str, str]:
+    """Return the variables that say what the ranks compute on: their GPUs, or their share of the CPU."""
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(",".join(gpus)))}
+    share = str(max(1, (os.cpu_count() or 1) // ranks))
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share)}
 
 
 def _follow(

@@ -21,17 +21,16 @@ from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import target_spec
-from flows.build_cache import open_compile_store
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
 from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
 from flows.plots import plot_speed, plot_training
-from flows.ranks import RanksFailed, run_ranks
+from flows.ranks import RanksFailed, rank_environment, run_ranks
 from flows.train_log import METRICS_FILE, WANDB_FILE
 from storage.chats import read_chats
-from storage.compile_session import CompileSession
+from storage.compile_session import CompileSession, open_compile_store
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
 from storage.objects import ObjectNotFound, Store, open_store
@@ -196,9 +195,14 @@ def _compile_session(
         yield None
         return
     store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:1])}
-    graphs = training_graphs(drafter, config.training)
-    with CompileSession.open(store, graphs, config.cache, ranks=ranks, variables=visible) as session:
+    with CompileSession.open(
+        store,
+        training_graphs(drafter, config.training),
+        config.cache,
+        ranks=ranks,
+        run_name=config.output,
+        variables=rank_environment(gpus, ranks),
+    ) as session:
         yield session
 
 

@@ -34,7 +34,7 @@ HEARTBEAT_S = 30
 SILENCE_S = 400
 """A run that has not said so for this long is taken for crashed. More than twice Prefect's own default of
 180 s, for runs that were started without our setting."""
-OUR_FLOWS = ("extract-hidden-states", "extract-shards", "train-drafter")
+OUR_FLOWS = ("extract-hidden-states", "extract-shards", "build-compile-cache", "train-drafter")
 AUTOMATION = "dflash: runs that fell silent have crashed"
 
 
@@ -119,7 +119,7 @@ def _until_stopped() -> Iterator[None]:
 
 
 def register(client: SyncPrefectClient, environment: Mapping[str, str]) -> None:
-    """Make the work pool, both deployments and the automation that finds silent runs; may be repeated."""
+    """Make the work pool, the deployments and the automation that finds silent runs; may be repeated."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
 

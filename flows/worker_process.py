@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_core.configuration import UserError
@@ -164,7 +164,13 @@ class Worker:
     """One slot (a group of GPUs such as "0" or "0,1", or "cpu") and the process that occupies it, if any."""
 
     def __init__(
-        self, index: int, slot: str, argv: Sequence[str], setup: Message, limits: tuple[float, float]
+        self,
+        index: int,
+        slot: str,
+        argv: Sequence[str],
+        setup: Message,
+        limits: tuple[float, float],
+        environment: Mapping[str, str],
     ) -> None:
         self.slot = slot
         self.name = f"worker {index} ({slot if slot == 'cpu' else 'gpu ' + slot})"
@@ -174,7 +180,8 @@ class Worker:
         self.failed_starts = 0
         """Starts in a row that did not succeed."""
         self._argv = argv
-        self._setup = setup
+        self._setup = {**setup, "worker": index}
+        self._environment = {**slot_environment(slot), **environment}
         self._start_timeout_s, self._silence_timeout_s = limits
         self._process: _Process | None = None
         self._lock = threading.Lock()
@@ -214,7 +221,7 @@ class Worker:
         began = time.monotonic()
         self.starts += 1
         self.failed_starts += 1
-        process = self._process = _Process(self.name, self._argv, slot_environment(self.slot))
+        process = self._process = _Process(self.name, self._argv, self._environment)
         try:
             self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
         except Exception:

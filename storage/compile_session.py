@@ -12,13 +12,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_core.compile_fingerprint import Fingerprint, GraphSet, environment_here
-from dflash_core.compile_watch import FIXED_VARIABLES, CompileReport, StartState, environment_for_ranks
+from dflash_core.compile_watch import (
+    FIXED_VARIABLES,
+    CompileReport,
+    StartState,
+    cache_files,
+    environment_for_ranks,
+)
 from dflash_core.configuration import Config, UserError
 from storage.compile_archive import Manifest, RejectedArtifact, package
 from storage.compile_cache import (
@@ -34,7 +41,7 @@ from storage.compile_cache import (
 )
 from storage.compile_folder import CacheFolder
 from storage.compile_retention import pin, prune
-from storage.objects import Store, StoreError
+from storage.objects import Store, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +79,15 @@ class CompileCacheConfig(Config):
         return os.environ.get(self.signing_key_variable, "").encode() or None
 
 
+def open_compile_store(cache: CompileCacheConfig, beside: str | None = None) -> Store:
+    """Open the store of compile caches: `cache.uri`, or `compile-cache` below the store of the data sets."""
+    if cache.uri is not None:
+        return open_store(cache.uri)
+    if beside is None:
+        raise UserError("say where compile caches lie: set cache.uri to a folder or s3://bucket/prefix")
+    return open_store(beside).child("compile-cache")
+
+
 class CompileSession:
     """Holds one machine's cache folder for the ranks of a run. Made by `open`, closed by `close`."""
 
@@ -93,6 +109,7 @@ class CompileSession:
         self._folder = CacheFolder(fingerprint)
         self._store_is_behind = False
         self._settled = False
+        self._reporting = threading.Lock()
 
     @classmethod
     def open(
@@ -114,6 +131,7 @@ class CompileSession:
             store: root of the compile caches.
             graphs: what the ranks will compile.
             ranks: how many of them report on this machine.
+            run_name: who made it, for people; by default this process.
             variables: environment variables that the ranks get beside `environment`.
 
         Raises:
@@ -213,11 +231,17 @@ class CompileSession:
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Take a rank's message; when the last rank has reported, publish what was compiled.
 
-        Messages of other kinds are ignored.
+        Messages of other kinds are ignored. Safe from any thread.
         """
-        if message.get("kind") != "compile_report":
-            return
-        report = CompileReport.model_validate(message)
+        if message.get("kind") == "compile_report":
+            with self._reporting:
+                self._take(CompileReport.model_validate(message))
+
+    def _take(self, report: CompileReport) -> None:
+        if (first := self.reports.get(report.rank)) is not None:
+            # It has met something new later on; how long its start took, its first report says.
+            began = {"seconds_since_process_start": first.seconds_since_process_start, "parts": first.parts}
+            report = report.model_copy(update=began)
         self.reports[report.rank] = report
         made_for = self.fingerprint.environment.device
         if report.device not in (made_for, "cpu"):
@@ -226,6 +250,22 @@ class CompileSession:
             log.info("rank %d compiled: %s", report.rank, reason)
         if len(self.reports) >= self._ranks and not self._settled:
             self._settled = True
+            self.publish_if_new()
+
+    def publish_rest(self) -> None:
+        """Publish once more what ranks have compiled since their first reports, unless another run did so."""
+        if not self._settled or self.version is None:
+            return
+        known = {member.name for member in self.version.manifest.members}
+        if not set(cache_files(self.folder)) - known:
+            return
+        try:
+            current = read_current(self._store, place_of(self.fingerprint))
+        except StoreError as error:
+            self.notes.append(f"what was compiled later is not published: {error}")
+            return
+        if current.manifest_name == self.version.manifest_name:
+            self._current = current
             self.publish_if_new()
 
     def publish_if_new(self) -> Version | None:
@@ -250,6 +290,7 @@ class CompileSession:
             return None
         self.version = published
         self.notes.append(f"published version {published.name}")
+        log.info("compile cache %s: %s", self.fingerprint.id[:16], self.notes[-1])
         self._pin()
         self._prune(published)
         return published
@@ -279,8 +320,13 @@ class CompileSession:
 
     @property
     def first_step_seconds(self) -> float | None:
-        """From the start of the slowest rank's process to the end of its first full step."""
-        return max((report.seconds_since_process_start for report in self.reports.values()), default=None)
+        """From the start of the slowest rank's process to its report: its first full step, or first shard."""
+        return self._slowest.seconds_since_process_start if self._slowest else None
+
+    @property
+    def _slowest(self) -> CompileReport | None:
+        reports = self.reports.values()
+        return max(reports, key=lambda report: report.seconds_since_process_start, default=None)
 
     def summary(self) -> dict[str, Any]:
         """Return what a report, a checkpoint and Prefect's artifact say about the cache, as JSON values."""
@@ -292,6 +338,7 @@ class CompileSession:
             "version": self.version.name if self.version else None,
             "fingerprint": self.fingerprint.id,
             "notes": list(self.notes),
+            "slowest_start": self._slowest.parts if self._slowest else None,
             "nothing_compiled": bool(self.reports) and not any(r.compiled for r in self.reports.values()),
             "compiled": {str(rank): list(report.reasons) for rank, report in sorted(self.reports.items())},
             "first_step_seconds": first,

@@ -45,11 +45,13 @@ def deployments() -> dict[str, dict[str, Any]]:
 
 
 def test_flows_and_deployments_carry_the_names_that_the_plugin_knows() -> None:
+    from flows.build import build_compile_cache
     from flows.extract import extract_hidden_states
     from flows.extract_shards import CHILD_DEPLOYMENT, extract_shards
     from flows.train import train_drafter
 
-    flows = {flow.name: flow for flow in (extract_hidden_states, extract_shards, train_drafter)}
+    ours = (extract_hidden_states, extract_shards, build_compile_cache, train_drafter)
+    flows = {flow.name: flow for flow in ours}
     assert set(flows) == set(deployments()) == NAMES | {"extract-shards"}
     assert CHILD_DEPLOYMENT == "extract-shards/extract-shards"
     for name, deployment in deployments().items():
@@ -63,16 +65,18 @@ def test_the_deployments_default_to_the_demo() -> None:
     for name, kind, file in (
         ("extract-hidden-states", ExtractConfig, "extract.yaml"),
         ("train-drafter", TrainConfig, "train.yaml"),
+        ("build-compile-cache", TrainConfig, "train.yaml"),
     ):
         given = kind.model_validate(deployments()[name]["parameters"]["config"])
         assert given == load_config(kind, ROOT / "configs/demo" / file)
 
 
 def test_the_forms_of_the_ui_explain_every_field() -> None:
+    from flows.build import build_compile_cache
     from flows.extract import extract_hidden_states
     from flows.train import train_drafter
 
-    for flow in (extract_hidden_states, train_drafter):
+    for flow in (extract_hidden_states, build_compile_cache, train_drafter):
         schema = flow.parameters.model_dump()
         assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
         silent = [
