@@ -3,6 +3,7 @@ JSON.
 
 python benchmarks/train_step.py --settings 27B,8B --steps 10
 python benchmarks/train_step.py --settings 27B --brief --ranks 2 --variants fp8,checkpoint_layers,kl,muon
+python benchmarks/train_step.py --settings 27B --brief --ranks 2 --ctas 4,8,16
 
 Each setting runs in processes of its own: first with an empty compile cache (cold), then with the cache that
 this left (warm), then on several GPUs and in variants, whose loss is that of the same steps on the same row.
@@ -27,9 +28,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -112,7 +114,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 KERNEL_GROUPS = {
     "communication": ("nccl",),
     "attention": ("flex_attention", "sdpa", "fmha"),
-    "cross_entropy": ("_exponentiate", "_gather_scaled"),
+    "cross_entropy": ("_exponentiate", "_gather_scaled", "_sum_both", "_mixed_gradient"),
     "optimizer": ("_adamw", "FusedAdam", "fused_adam", "multi_tensor"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "triton_tem_fused_mm"),
     "copies": ("Memcpy", "Memset"),
@@ -393,7 +395,12 @@ def _compiled(watch: Watch) -> dict[str, Any]:
 
 
 def run_child(
-    arguments: argparse.Namespace, setting: str, cache: str, *extra: str, ranks: int = 1
+    arguments: argparse.Namespace,
+    setting: str,
+    cache: str,
+    *extra: str,
+    ranks: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run one measurement in a fresh process (or `ranks` of them, each with a row and a GPU of its own); rank
     0's result.
@@ -406,6 +413,7 @@ def run_child(
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": f"{cache}/triton",
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        **variables,
     }
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -450,6 +458,7 @@ def main() -> None:
     parser.add_argument("--chunks", default="4096", help="slots of a head chunk; the first is warmed up with")
     parser.add_argument("--variants", default="", help=f"besides plain: {', '.join(VARIANTS)}")
     parser.add_argument("--ranks", default="", help="also on so many GPUs, e.g. 2,4")
+    parser.add_argument("--ctas", default="", help="with --ranks: limits of NCCL's thread blocks to try")
     parser.add_argument("--brief", action="store_true", help="step times and one profile, nothing else")
     parser.add_argument("--cache", help="compile cache to use and to leave; an empty one unless given")
     parser.add_argument("--limit-s", type=float, default=600.0, help="most seconds of each process")
@@ -476,8 +485,8 @@ def measure_setting(arguments: argparse.Namespace, setting: str) -> None:
     """
     plain: dict[str, Any] = {}
 
-    def part(name: str, *extra: str, ranks: int = 1) -> dict[str, Any]:
-        found = run_child(arguments, setting, cache, *extra, ranks=ranks)
+    def part(name: str, *extra: str, ranks: int = 1, **variables: str) -> dict[str, Any]:
+        found = run_child(arguments, setting, cache, *extra, ranks=ranks, variables=variables)
         line: dict[str, Any] = {"setting": setting, "part": name}
         if plain and "by_chunk_slots" in found:
             line["speed"] = round(_step_ms(plain) / _step_ms(found), 4)
@@ -494,6 +503,8 @@ def measure_setting(arguments: argparse.Namespace, setting: str) -> None:
         extra = ["--ceiling", str(plain["ceiling_tflops"])]
         for ranks in (int(r) for r in arguments.ranks.split(",") if r not in ("", "1")):
             part(f"{ranks} ranks", *extra, ranks=ranks)
+            for most in filter(None, arguments.ctas.split(",")):
+                part(f"{ranks} ranks, {most} CTAs", *extra, ranks=ranks, NCCL_MAX_CTAS=most)
         for variant in filter(None, arguments.variants.split(",")):
             part(variant, "--variant", variant, *extra)
 

@@ -8,7 +8,6 @@ the last. Products are in `LayerShape.dtype`, with weights cast inside; norms an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -283,15 +282,23 @@ def without_anchors(x_QX: Tensor, slots: int, rows: int) -> Tensor:
     return F.pad(kept, (0, 0, 0, rows - kept.shape[0]))
 
 
-def checkpointed(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The layer, recomputed in backward. The checkpoint lies inside the compiled region, so it adds no second
-    graph.
-    """
+# The layers recomputed in backward, inside the compiled region, which adds no second graph. Each is its own
+# function: one that all shared would count as recompiled for each of them.
 
-    def recomputed(*arguments: Any) -> Tensor:
-        return checkpoint(layer, *arguments, use_reentrant=False)
 
-    return recomputed
+def first_recomputed(*arguments: Any) -> Tensor:
+    """`first_draft_layer`, recomputed in backward."""
+    return checkpoint(first_draft_layer, *arguments, use_reentrant=False)
+
+
+def recomputed(*arguments: Any) -> Tensor:
+    """`draft_layer`, recomputed in backward."""
+    return checkpoint(draft_layer, *arguments, use_reentrant=False)
+
+
+def last_recomputed(*arguments: Any) -> Tensor:
+    """`last_draft_layer`, recomputed in backward."""
+    return checkpoint(last_draft_layer, *arguments, use_reentrant=False)
 
 
 def final_norm(x_QD: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

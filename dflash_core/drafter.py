@@ -21,12 +21,14 @@ from dflash_core.draft_layers import (
     Context,
     LayerShape,
     LayerWeights,
-    checkpointed,
     context_keys_values,
     draft_layer,
     final_norm,
     first_draft_layer,
+    first_recomputed,
     last_draft_layer,
+    last_recomputed,
+    recomputed,
     rotary_tables,
     without_anchors,
 )
@@ -256,8 +258,7 @@ class Drafter(nn.Module):
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers in backward: less memory, more time. Before `compile_regions`."""
-        self._first_layer, self._layer = checkpointed(first_draft_layer), checkpointed(draft_layer)
-        self._last_layer = checkpointed(last_draft_layer)
+        self._first_layer, self._layer, self._last_layer = first_recomputed, recomputed, last_recomputed
 
     def layer_weights(self) -> tuple[LayerWeights, ...]:
         """Return the weights of all draft layers, first layer first."""
