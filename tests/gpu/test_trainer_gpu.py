@@ -9,6 +9,7 @@ also checkpointed.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,21 +117,26 @@ def test_fp8_layers_are_near() -> None:
 
 def test_one_graph_for_every_row_and_no_synchronisation_in_a_step() -> None:
     torch.compiler.reset()  # graphs of other tests must not serve as second ones here
-    trainer = trainer_on("cuda", "bfloat16", optimizer={"learning_rate": 1e-3, "ema_decay": 0.9})
-    rows = [row_on("cuda", trainer, lengths) for lengths in ROWS.values()]
-    trainer.step(rows[:1], 1)
-    trainer.step(rows[:2], 2)
-    trainer.validate(rows[:1])
-    torch.compiler.set_stance("fail_on_recompile")
+    trainers = [
+        trainer_on("cuda", "bfloat16", optimizer={"name": name, "learning_rate": 1e-3, "ema_decay": 0.9})
+        for name in ("adamw", "muon")
+    ]
+    rows = [row_on("cuda", trainers[0], lengths) for lengths in ROWS.values()]
     try:
-        for repeat in range(3):
+        for trainer in trainers:
+            trainer.step(rows[:1], 1)
+            trainer.step(rows[:2], 2)
+            trainer.validate(rows[:1])
+            torch.compiler.set_stance("fail_on_recompile")  # the second one uses the first one's graphs
+        for trainer, repeat in itertools.product(trainers, range(3)):
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             trainer.step(rows, len(rows))
             torch.cuda.set_sync_debug_mode("default")
             trainer.validate(rows)
             assert trainer.optimizer_step == repeat + 3
-        trainer.summary()
+        for trainer in trainers:
+            trainer.summary()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.compiler.set_stance("default")
