@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+import torch._functorch.config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from train_step import SETTINGS, milliseconds
 

@@ -44,7 +44,12 @@ def test_cells_and_states_are_the_same_bits_on_both_devices(name: str) -> None:
         decoded = [torch.empty_like(states_TD), torch.empty_like(states_TD, device="cuda")]
         codec.decode_on_device(codec.from_bytes(cell), scale_D, decoded[0])
         codec.decode_on_device(codec.from_bytes(cell).to("cuda"), scale_D.cuda(), decoded[1])
-        assert torch.equal(decoded[0].view(torch.int16), decoded[1].cpu().view(torch.int16))
+        on_cpu, back = decoded[0], decoded[1].cpu()
+        nan = torch.isnan(on_cpu)  # fp8 does not keep which NaN it was, and each device makes its own of it
+        assert torch.equal(nan, torch.isnan(back))
+        assert torch.equal(on_cpu.view(torch.int16)[~nan], back.view(torch.int16)[~nan])
+        if name != "fp8":
+            assert torch.equal(on_cpu.view(torch.int16), back.view(torch.int16))
 
 
 @pytest.mark.parametrize("name", NAMES)
