@@ -39,7 +39,7 @@ from torch import nn
 from dflash_core.capture import TapRecorder
 from dflash_core.capture_ahead import captures
 from dflash_core.parity import channel_scale, token_error
-from dflash_core.records import CaptureSpec, Sample, TargetSpec
+from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
 from dflash_core.target import Target, TargetConfig, default_tap_ids
 
 ROPE_35 = {
@@ -339,27 +339,37 @@ def encode(bench: Bench) -> None:
     """Capture, the codec's arithmetic and the copy to the host; nothing is entropy coded or written."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from storage.codec import parse_codec
+    from storage.codec import Calibration, parse_codec
     from storage.host_copies import HostCopies
 
     budget = bench.arguments.budgets[0]
     target = bench.target(batching="packed", compiled=bench.device.type == "cuda", budget=budget)
     samples = bench.chats(4 * budget)
     copies = HostCopies(parse_codec(bench.arguments.codec))
-    scale_D = torch.ones(target.spec.hidden_size, device=bench.device)
+    calibration = Calibration()
+    first = target.capture(next(iter(target.batches(samples))))
+    for item in first:
+        calibration.add(item.states)
+    scales = {column: scale_D.to(bench.device) for column, scale_D in calibration.scales().items()}
+
+    def start(captured: Sequence[CapturedSample], arrivals: ThreadPoolExecutor) -> None:
+        for item in captured:
+            for column, states_TD in item.states.items():
+                arrivals.submit(copies.finish, copies.start(states_TD, scales[column]))
 
     def run() -> int:
         with ThreadPoolExecutor(1) as arrivals:
             for captured in captures(target, samples):
-                for item in captured:
-                    for states_TD in item.states.values():
-                        arrivals.submit(copies.finish, copies.start(states_TD, scale_D))
-                del captured, item, states_TD
+                start(captured, arrivals)
+                del captured
         return sum(sample.num_tokens for sample in samples)
 
     alone = bench.measure("encode-none", counted(target, samples), budget=budget)
     speed = bench.measure("encode", run, codec=bench.arguments.codec, budget=budget)
     bench.say("encode-share", share=1 - speed / alone)
+    with ThreadPoolExecutor(1) as arrivals:
+        tokens = sum(item.sample.num_tokens for item in first)
+        say_kernels(bench, "encode-profile", tokens, lambda: start(first, arrivals))
 
 
 def parity(bench: Bench, dtype: Literal["bfloat16", "fp8"]) -> None:
@@ -386,16 +396,23 @@ def profile(bench: Bench) -> None:
     samples = next(iter(target.batches(bench.chats(budget))))
     for _ in range(2):
         target.capture(samples)
+    say_kernels(bench, "profile", sum(s.num_tokens for s in samples), lambda: target.capture(samples))
+
+
+def say_kernels(bench: Bench, name: str, tokens: int, run: Callable[[], object]) -> None:
+    """Say where the device's time goes."""
     bench.wait()
     kind = "CUDA" if bench.device.type == "cuda" else "CPU"
     activity = getattr(torch.profiler.ProfilerActivity, kind)
     with torch.profiler.profile(activities=[activity]) as recorded:
-        target.capture(samples)
+        start = time.monotonic()
+        run()
+        enqueued = time.monotonic() - start
         bench.wait()
     attribute = "self_device_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
     events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, attribute))
     total = sum(getattr(event, attribute) for event in events)
-    bench.say("profile", total_ms=total / 1e3, tokens=sum(sample.num_tokens for sample in samples))
+    bench.say(name, total_ms=total / 1e3, enqueued_in_ms=1e3 * enqueued, tokens=tokens)
     for event in events[:28]:
         milliseconds = getattr(event, attribute) / 1e3
         share = getattr(event, attribute) / max(total, 1e-9)
