@@ -21,10 +21,10 @@ class Rates(Config):
     peak_tflops: float = 989.0
     """Dense bf16 products a GPU could do (data sheet)."""
     capture_share: float = 0.49
-    """Share that extraction reaches: 10,371 tokens/s, shards written, for Qwen3.6-27B up to layer 61
+    """Share that extraction reaches: 10,551 tokens/s, shards written, for Qwen3.6-27B up to layer 61
     (23.6e9 weights)."""
     training_share: float = 0.62
-    """Share that a training step reaches: 0.63 at width 5120 (840 ms for a row of 49152 tokens and 1008
+    """Share that a training step reaches: 0.65 at width 5120 (822 ms for a row of 49152 tokens and 1008
     blocks of 32), 0.59 at width 4096 (483 ms for one of 12288 tokens and 2048 blocks of 16)."""
     ratio: float | None = None
     """Size of bf16 states over size on disk; None: what the codec reached on real text (docs/codec.md)."""
