@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import Config, UserError
@@ -51,6 +50,8 @@ class Responder:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Load model and tokenizer. Raise UserError."""
+        from transformers import AutoModelForCausalLM
+
         self.device = torch.device(device)
         self.tokenizer = load_tokenizer(path, revision)
         self.encoder = ChatEncoder(self.tokenizer, chat)
@@ -160,8 +161,10 @@ def _groups(lengths: list[int], batch_size: int, *, equal: bool) -> Iterator[lis
         yield group
 
 
-def _generation_config(settings: GenerationSettings, stop_ids: list[int], pad: int) -> GenerationConfig:
+def _generation_config(settings: GenerationSettings, stop_ids: list[int], pad: int) -> Any:
     """A configuration of our own: the target's may hold penalties that a greedy verifier does not apply."""
+    from transformers import GenerationConfig
+
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature > 0:
         sampling = {

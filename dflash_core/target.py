@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import nn
-from transformers import AutoModel
-from transformers.utils import logging as transformers_logging
 
 from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_packed, forward_padded
 from dflash_core.capture_ahead import captures
@@ -204,6 +202,8 @@ def describe_capture(config: TargetConfig, num_layers: int) -> CaptureSpec:
 
 
 def _load_body(config: TargetConfig, text: Any, device: torch.device) -> Any:
+    from transformers import AutoModel
+
     try:
         with _quiet_transformers():
             model, loading = AutoModel.from_pretrained(
@@ -250,9 +250,11 @@ def _warnings(model: Any) -> list[str]:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Silence the load report: skipped layers and vision weights are left out on purpose."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        logging.set_verbosity(level)

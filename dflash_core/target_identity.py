@@ -1,13 +1,14 @@
-"""Names a target and what is taken from it, from its files alone: fingerprints, tap ids, mask token."""
+"""Names a target and what is taken from it, from its files alone: fingerprints, tap ids, mask token.
+
+transformers takes seconds to import, so that happens where it is needed, here and in the other files of the
+target: the ranks of training do without it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import cached_file
 
 from dflash_core.configuration import UserError, fingerprint
 from dflash_core.records import TargetSpec
@@ -64,6 +65,8 @@ def load_text_config(path: str, revision: str | None) -> tuple[Any, Any]:
 
     Raise UserError when there is no readable configuration.
     """
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError) as error:
@@ -73,6 +76,8 @@ def load_text_config(path: str, revision: str | None) -> tuple[Any, Any]:
 
 def load_tokenizer(path: str, revision: str | None) -> Any:
     """Load the target's fast tokenizer. Raise UserError."""
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError) as error:
@@ -167,6 +172,8 @@ def folder_digest(folder: Path) -> str:
 
 
 def _tokenizer_digest(path: str, revision: str | None) -> str:
+    from transformers.utils import cached_file
+
     digests = {}
     for name in _TOKENIZER_FILES:
         found = cached_file(

@@ -1,4 +1,7 @@
-"""Reads single tensors of a target from its safetensors files, without building the model."""
+"""Reads single tensors of a target from its safetensors files, without building the model.
+
+Finding them imports transformers, which takes seconds; reading what was found does not.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers.utils import cached_file
 
-from dflash_core.configuration import UserError
+from dflash_core.configuration import Config, UserError
 from dflash_core.target_identity import load_text_config
 
 _EMBEDDING_ENDINGS = (
@@ -20,33 +22,64 @@ _EMBEDDING_ENDINGS = (
 _HEAD_ENDINGS = ("lm_head.weight",)
 
 
-def load_embedding_and_head(path: str, revision: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the target's embedding [V, D] and head [V, D] as bf16 on the CPU, and nothing else.
+class TensorPlace(Config):
+    """Where a tensor lies on this machine."""
 
-    With tied embeddings both are the same tensor. Raise UserError when the files do not hold them.
+    file: str
+    name: str
+
+    def read(self) -> torch.Tensor:
+        """Read it as bf16 on the CPU."""
+        with safe_open(self.file, framework="pt") as tensors:
+            return tensors.get_tensor(self.name).to(torch.bfloat16)
+
+
+class BorrowedWeights(Config):
+    """Where what a drafter borrows from its target lies on this machine."""
+
+    embedding: TensorPlace
+    head: TensorPlace | None
+    """None: tied to the embedding."""
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read embedding [V, D] and head [V, D] as bf16 on the CPU; tied, both are the same tensor."""
+        embedding_VD = self.embedding.read()
+        return embedding_VD, self.head.read() if self.head else embedding_VD
+
+
+def find_embedding_and_head(path: str, revision: str | None = None) -> BorrowedWeights:
+    """Find the target's embedding and head, fetching their files where the target is a name on the hub.
+
+    Raise UserError when the files do not hold them.
     """
     config, text = load_text_config(path, revision)
-    embedding_VD = _read(path, revision, _EMBEDDING_ENDINGS)
-    if embedding_VD is None:
+    embedding = _find(path, revision, _EMBEDDING_ENDINGS)
+    if embedding is None:
         raise UserError(f"{path!r} holds no embedding (a tensor named like {_EMBEDDING_ENDINGS[1]!r})")
-    shape = (text.vocab_size, text.hidden_size)
-    if tuple(embedding_VD.shape) != shape:
-        raise UserError(f"the embedding of {path!r} is {list(embedding_VD.shape)}, config.json says {shape}")
+    with safe_open(embedding.file, framework="pt") as tensors:
+        found = tensors.get_slice(embedding.name).get_shape()
+    shape = [text.vocab_size, text.hidden_size]
+    if list(found) != shape:
+        raise UserError(f"the embedding of {path!r} is {list(found)}, config.json says {shape}")
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
-    head_VD = None if tied else _read(path, revision, _HEAD_ENDINGS)
-    if head_VD is None and not tied:
+    head = None if tied else _find(path, revision, _HEAD_ENDINGS)
+    if head is None and not tied:
         raise UserError(f"{path!r} holds no lm_head.weight and its config does not tie it to the embedding")
-    return embedding_VD, embedding_VD if head_VD is None else head_VD
+    return BorrowedWeights(embedding=embedding, head=head)
 
 
-def _read(path: str, revision: str | None, endings: tuple[str, ...]) -> torch.Tensor | None:
+def load_embedding_and_head(path: str, revision: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find and read the target's embedding and head. Raise UserError when the files do not hold them."""
+    return find_embedding_and_head(path, revision).read()
+
+
+def _find(path: str, revision: str | None, endings: tuple[str, ...]) -> TensorPlace | None:
     for ending in endings:
         for file, names in _tensor_names(path, revision):
             for name in names:
                 # "mtp." is the multi-token head of newer Qwen checkpoints, with tensors of the same names.
                 if ("." + name).endswith("." + ending) and not name.startswith("mtp."):
-                    with safe_open(file, framework="pt") as tensors:
-                        return tensors.get_tensor(name).to(torch.bfloat16)
+                    return TensorPlace(file=file, name=name)
     return None
 
 
@@ -73,6 +106,8 @@ def _tensor_names(path: str, revision: str | None) -> list[tuple[str, list[str]]
 
 
 def _file(path: str, name: str, revision: str | None) -> str | None:
+    from transformers.utils import cached_file
+
     return cached_file(
         path,
         name,

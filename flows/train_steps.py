@@ -21,6 +21,7 @@ from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import target_spec
+from dflash_core.target_weights import find_embedding_and_head
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
@@ -119,6 +120,7 @@ def train(
         "drafter": drafter.model_dump(mode="json"),
         "dataset": dataset.uri,
         "export": str(folder / DRAFTER_FOLDER),
+        "borrowed": find_embedding_and_head(config.target, config.revision).model_dump(mode="json"),
     }
     file = folder / "run.json"
     file.write_text(json.dumps(run))

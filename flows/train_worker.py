@@ -34,7 +34,7 @@ from dflash_core.fast_path import (
     require_fused_attention,
 )
 from dflash_core.step_clock import StepClock, StepReport
-from dflash_core.target_weights import load_embedding_and_head
+from dflash_core.target_weights import BorrowedWeights, find_embedding_and_head
 from dflash_core.training import WITHOUT_INFLUENCE, NonFiniteError, Trainer, TrainingConfig, TrainingRow
 from flows.config import TrainConfig
 from flows.ranks import serve_rank
@@ -58,6 +58,8 @@ class TrainJob(Config):
     """Address of the sealed data set."""
     export: str
     """Local folder for the drafter."""
+    borrowed: BorrowedWeights | None = None
+    """Where the target's embedding and head lie; None: each rank looks for them."""
 
 
 def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
@@ -319,7 +321,8 @@ def load_weights(job: TrainJob, world: World) -> tuple[Drafter, torch.Tensor, to
         drafter.to_empty(device=world.device)
         drafter.init_weights(training.seed)
     world.broadcast([parameter.data for parameter in drafter.parameters()])
-    embedding_VD, head_VD = load_embedding_and_head(job.config.target, job.config.revision)
+    borrowed = job.borrowed or find_embedding_and_head(job.config.target, job.config.revision)
+    embedding_VD, head_VD = borrowed.read()
     tied = head_VD.data_ptr() == embedding_VD.data_ptr()
     embedding_VD = embedding_VD.to(world.device, training.dtype)
     return drafter, embedding_VD, embedding_VD if tied else head_VD.to(world.device, training.dtype)

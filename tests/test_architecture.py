@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,15 @@ def test_workers_never_reach_prefect(start: str) -> None:
     reached = modules_reached(start)
     assert any(name.startswith("dflash_core") for name in reached)
     assert not {name for name in reached if name.split(".")[0] == "prefect"}
+
+
+def test_ranks_do_not_wait_for_what_they_do_not_use() -> None:
+    code = "import sys, flows.train_worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, capture_output=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert "torch" in loaded and "dflash_core.training" in loaded
+    # The compiler is imported in a thread, while the weights are read (`Watch.load_compiler`).
+    assert not loaded & {"transformers", "prefect", "boto3", "datasets", "torch._dynamo", "torch._inductor"}
 
 
 def test_no_room_for_everything() -> None:
