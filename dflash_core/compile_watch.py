@@ -6,6 +6,7 @@ things are looked at: compile events, cache misses and bypasses, and kernel file
 The launcher starts ranks with `environment_for_ranks(...)`. A rank then does
 
     watch = Watch.from_environment()
+    ...process group...
     watch.load_compiler()                              # imports it while the weights are loaded
     ...device, model, data...
     watch.start()                                      # before the first compiled call
@@ -189,6 +190,7 @@ class Watch:
     def load_compiler(self) -> None:
         """Import torch's compiler in a thread, until `start`: reading weights and making a context of the
         device leave the interpreter idle for as long. The thread compiles nothing and calls nothing compiled.
+        Call it once the process group is there: making one fails while the compiler is half imported.
         """
         self._loading = threading.Thread(target=_load_compiler, name="load compiler", daemon=True)
         self._loading.start()

@@ -32,11 +32,11 @@ def main() -> None:
     """Compile, say how long the first optimizer step took, and report."""
     watch = Watch.from_environment()
     watch.mark("python, torch and our modules")
-    watch.load_compiler()
     values = json.loads(Path(sys.argv[1]).read_text())
     drafter = DrafterConfig.model_validate(values["drafter"])
     training = TrainingConfig.model_validate(values["training"])
     world = join_world()
+    watch.load_compiler()
     start_device(world.device)
     watch.mark("device")
     tensors = random_tensors(drafter, training, world)

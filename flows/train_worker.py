@@ -22,7 +22,7 @@ import torch
 
 from dflash_core.compile_watch import Watch, cache_in_use
 from dflash_core.configuration import Config, UserError
-from dflash_core.distributed import World, join_world, leave_world, own_device, start_device
+from dflash_core.distributed import World, join_world, leave_world, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import export_drafter, load_exported
 from dflash_core.fast_path import (
@@ -412,9 +412,9 @@ def main() -> None:
     job = TrainJob.model_validate_json(path.read_text())
     watch = Watch.from_environment()
     watch.mark("python, torch and our modules")
-    if uses_compiler(job.config.training, own_device()):
+    world = join_world()  # looks at torch._dynamo if it is there, and must not see half of it
+    if uses_compiler(job.config.training, world.device.type):
         watch.load_compiler()
-    world = join_world()
     start_device(world.device)
     watch.mark("device")
     try:
