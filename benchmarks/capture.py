@@ -21,13 +21,14 @@ layers that are run (attention itself is not counted).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,6 +42,9 @@ from dflash_core.capture_ahead import captures
 from dflash_core.parity import channel_scale, token_error
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
 from dflash_core.target import Target, TargetConfig, default_tap_ids
+
+if TYPE_CHECKING:
+    from storage.dataset import Dataset
 
 ROPE_35 = {
     "rope_type": "default",
@@ -420,7 +424,11 @@ def say_kernels(bench: Bench, name: str, tokens: int, run: Callable[[], object])
 
 
 def write(bench: Bench) -> None:
-    """Token ids to closed shard files on the local disk, and what writing costs against capture alone."""
+    """Token ids to closed shard files on the local disk, and what writing costs against capture alone.
+
+    Steady: from the end of the first shard to that of the last, so that neither the start of a run nor the
+    last shard's closing, beside which nothing is captured, counts.
+    """
     from storage.codec import Calibration
     from storage.dataset import DatasetSpec, create_dataset
     from storage.objects import open_store
@@ -428,14 +436,6 @@ def write(bench: Bench) -> None:
     budget = bench.arguments.budgets[0]
     target = bench.target(batching="packed", compiled=bench.device.type == "cuda", budget=budget)
     samples = bench.chats(bench.arguments.shards * bench.arguments.shard_tokens)
-    run = counted(target, samples)
-    for batch in list(target.batches(samples))[:2]:  # compiles, where no variant before has
-        target.capture(batch)
-    bench.wait()
-    start = time.monotonic()
-    tokens = run()
-    bench.wait()
-    alone = time.monotonic() - start
     with tempfile.TemporaryDirectory(dir=bench.arguments.scratch) as folder:
         spec = DatasetSpec(
             target=target.spec,
@@ -445,15 +445,22 @@ def write(bench: Bench) -> None:
             shard_tokens=bench.arguments.shard_tokens,
         )
         dataset = create_dataset(open_store(folder), "benchmark", spec, samples)
+        shards = [dataset.samples(planned.shard) for planned in dataset.plan.shards]
         calibration = Calibration()
-        for captured in captures(target, dataset.samples(0)):
+        for captured in captures(target, shards[0]):  # compiles, where no variant before has
             for item in captured:
                 calibration.add(item.states)
         dataset.publish_scales(calibration.scales())
         bench.wait()
         start = time.monotonic()
-        sizes = list(write_shards(bench, target, dataset))
-        seconds = time.monotonic() - start
+        tokens = sum(counted(target, of_shard)() for of_shard in shards)
+        bench.wait()
+        alone = time.monotonic() - start
+        start = time.monotonic()
+        sizes, ends = write_shards(bench, target, dataset)
+        seconds = ends[-1] - start
+        steady_tokens = sum(planned.tokens for planned in dataset.plan.shards[1:])
+        steady = steady_tokens / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0
     bench.say(
         "write",
         codec=bench.arguments.codec,
@@ -463,19 +470,26 @@ def write(bench: Bench) -> None:
         tokens_per_second=round(tokens / seconds, 1),
         capture_alone_tokens_per_second=round(tokens / alone, 1),
         write_share=1 - alone / seconds,
+        steady_tokens_per_second=round(steady, 1),
+        steady_write_share=1 - steady / (tokens / alone),
+        seconds_between_shards=[round(b - a, 3) for a, b in itertools.pairwise([start, *ends])],
         bytes_per_token=sum(sizes) / tokens,
         tflops=tokens / seconds * bench.layer_flops() / 1e12,
     )
 
 
-def write_shards(bench: Bench, target: Target, dataset: Any) -> Iterator[int]:
-    """Write every planned shard; closing one goes on while the next is captured. Yield the sizes."""
+def write_shards(bench: Bench, target: Target, dataset: Dataset) -> tuple[list[int], list[float]]:
+    """Write every planned shard, closing one while the next is captured; sizes, and when each was done."""
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from storage.writer import ShardWriter, WriterConfig
 
     config = WriterConfig(threads=bench.arguments.threads, pending_bytes=1 << 30)
-    closing: list[Future[Any]] = []
+    closing: list[Future[tuple[int, float]]] = []
+
+    def close(writer: ShardWriter) -> tuple[int, float]:
+        return writer.close().size, time.monotonic()
+
     with ThreadPoolExecutor(2) as pool:
         for planned in dataset.plan.shards:
             writer = ShardWriter(dataset, planned.shard, None, config)
@@ -483,9 +497,9 @@ def write_shards(bench: Bench, target: Target, dataset: Any) -> Iterator[int]:
                 for item in captured:
                     writer.add(item)
                 del captured
-            closing.append(pool.submit(writer.close))
-        for future in closing:
-            yield future.result().size
+            closing.append(pool.submit(close, writer))
+        sizes, ends = zip(*(future.result() for future in closing), strict=True)
+    return list(sizes), list(ends)
 
 
 def main() -> None:

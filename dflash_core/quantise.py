@@ -165,14 +165,15 @@ def find_outliers(
     """Return position_N (int64, ascending, in the flattened [T, D]), outlier_N (their bf16 values), count.
 
     Waits for the device to learn how many there are. With `room` it does not: N = room, places from `count`
-    (a tensor) on mean nothing, and where count > room the rest is missing.
+    (a tensor, room + 1 at most) on mean nothing, and where count > room the rest is missing.
     """
     outside = outside_TD.view(-1)
     if room is None:
         position_N = outside.nonzero().squeeze(1)
         return position_N, states_TD.reshape(-1)[position_N], None
-    position_N = outside.nonzero_static(size=room, fill_value=0).squeeze(1)
-    return position_N, states_TD.reshape(-1)[position_N], outside.sum()
+    found_N = outside.nonzero_static(size=room + 1, fill_value=-1).squeeze(1)
+    position_N = found_N[:room].clamp(min=0)
+    return position_N, states_TD.reshape(-1)[position_N], (found_N >= 0).sum()
 
 
 def dequantise(symbol_TD: Tensor, step_D: Tensor, out_TD: Tensor) -> None:
@@ -238,13 +239,13 @@ def error_sums(states_TD: Tensor, decoded_TD: Tensor, scale_D: Tensor | None, *,
         absent_TD = value_TD.isfinite().logical_not_()
         value_TD.masked_fill_(absent_TD, 0.0)
         error_TD.masked_fill_(absent_TD, 0.0)
-    # Within a block of the CPU float32 sums are exact enough, and faster.
-    kind = torch.float32 if states_TD.device.type == "cpu" else torch.float64
-    squared_error_D = error_TD.square_().sum(0, dtype=kind).double()
-    squared_value = value_TD.square_().sum(dtype=kind).double()
+    # A cell is small enough for float32 sums of each channel; in float64 torch would copy all values first.
+    squared_error_D = error_TD.square_().sum(0).double()
+    squared_value = value_TD.square_().sum(0).double().sum()
     zero = torch.zeros_like(squared_value)
     scaled, count = zero, zero
     if scale_D is not None:
         scaled = (squared_error_D / scale_D.double().square()).sum()
-        count = zero + (states_TD.numel() if finite else states_TD.numel() - absent_TD.sum())
+        absent = 0 if finite else absent_TD.sum(0, dtype=torch.int32).sum()
+        count = zero + (states_TD.numel() - absent)
     return torch.stack([squared_error_D.sum(), squared_value, scaled, count])
