@@ -224,9 +224,12 @@ def prefect_server() -> Iterator[None]:
 
     A server that is configured and answers is used, else Prefect starts one of its own for as long as needed.
     """
+    from flows.up import SERVER_RETRIES
+
     # On a busy machine the first start, which creates the database, takes longer than Prefect's default.
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", str(SERVER_RETRIES))
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from flows.run_log import keep_last_words_for_the_command

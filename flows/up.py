@@ -34,6 +34,9 @@ HEARTBEAT_S = 30
 SILENCE_S = 400
 """A run that has not said so for this long is taken for crashed. More than twice Prefect's own default of
 180 s, for runs that were started without our setting."""
+SERVER_RETRIES = 9
+"""How often a request is repeated that the Prefect server does not take, after 2, 4, 8, ... s: 17 minutes in
+all. Prefect's own default ends a run of days when its server is away, or overwhelmed, for one."""
 OUR_FLOWS = ("extract-hidden-states", "extract-shards", "build-compile-cache", "train-drafter")
 AUTOMATION = "dflash: runs that fell silent have crashed"
 
@@ -103,6 +106,7 @@ def _environment(api: str) -> dict[str, str]:
         "PREFECT_API_URL": api,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+        "PREFECT_CLIENT_MAX_RETRIES": str(SERVER_RETRIES),
     }
 
 
