@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from dflash_core.configuration import UserError
 from dflash_core.distributed import World
 from dflash_core.drafter import DrafterConfig
 from dflash_core.training import TrainingConfig
-from flows.build_cache import build_cache
+from flows.build_cache import build_cache, build_for_training
 from flows.cache_rank import random_tensors
+from flows.config import TrainConfig
+from flows.launch import ignore
+from flows.train_steps import TrainingLog, open_training_data, train
 from storage.compile_cache import list_versions
 from storage.compile_session import CompileCacheConfig
 from storage.objects import open_store
@@ -44,26 +48,41 @@ TRAINING = TrainingConfig.model_validate(
 
 
 @pytest.mark.slow
-def test_built_once_and_never_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_once_and_training_compiles_nothing(
+    train_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    cache = CompileCacheConfig(uri=str(tmp_path / "store"), local_root=str(tmp_path / "root"))
-    cold = build_cache(DRAFTER, TRAINING, cache)
+    shape = {"row_tokens": 256, "anchors_per_row": 16, "compute_dtype": "float32", "compile": True}
+    cache = {"uri": str(tmp_path / "store"), "local_root": str(tmp_path / "root")}
+    config = train_config(training=shape, cache=cache)
+    cold = build_for_training(config)
     assert cold["state"] == "cold" and cold["version"] is not None and not cold["nothing_compiled"]
     (words,) = cold["compiled"].values()
     assert any("backward" in word for word in words) and any("new kernel file" in word for word in words)
+    (made,) = list_versions(open_store(tmp_path / "store"))[0]
+    assert made.manifest.created_by == f"build for {config.output}"
 
     shutil.rmtree(tmp_path / "root")
-    # Other values in the tensors, the same graphs: the artifact serves them too.
-    other = DRAFTER.model_copy(update={"rope_theta": 1e6, "mask_token_id": 7, "tap_layer_ids": (2,)})
-    warm = build_cache(other, TRAINING.model_copy(update={"seed": 5, "epochs": 1}), cache)
-    assert warm["state"] == "restored" and warm["version"] == cold["version"]
+    # Real rows, several of them a step, validation, another seed: values in the tensors of the same graphs.
+    run = {"rows_per_step": 2, "max_steps": 3, "validation_fraction": 0.3, "validate_every": 2, "seed": 5}
+    config = train_config(training=shape | run, cache={**cache, "pin_as": "this-run"})
+    dataset, drafter = open_training_data(config)
+    folder, log = Path(config.output), TrainingLog()
+    folder.mkdir()
+    train(config, dataset, drafter, folder, log, ignore)
+    assert log.fraction == 1.0
+    warm = log.cache
+    assert warm is not None
+    assert (warm["state"], warm["version"]) == ("restored", cold["version"]), warm["notes"]
     assert warm["nothing_compiled"], warm["compiled"]
-    assert warm["seconds_saved"] > 0
+    assert warm["seconds_saved"] > 0 and warm["slowest_start"]["first step"] > 0
     versions, rejected = list_versions(open_store(tmp_path / "store"))
-    assert len(versions) == 1 and not rejected, "a start that compiled nothing publishes nothing"
+    assert not rejected and [version.pins for version in versions] == [("this-run",)]
 
 
-def test_what_cannot_be_built_is_refused() -> None:
+def test_what_cannot_be_built_is_refused(train_config: Callable[..., TrainConfig]) -> None:
+    with pytest.raises(UserError, match="cache: null"):
+        build_for_training(train_config(cache=None))
     with pytest.raises(UserError, match=r"cache\.uri"):
         build_cache(DRAFTER, TRAINING, CompileCacheConfig())
     alone = World(rank=0, size=1, device=torch.device("cpu"))
