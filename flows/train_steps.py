@@ -34,7 +34,7 @@ from storage.chats import read_chats
 from storage.compile_session import CompileSession, open_compile_store
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
-from storage.objects import ObjectNotFound, Store, open_store
+from storage.objects import ObjectNotFound, Store, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,8 @@ def train(
             if session is not None:
                 session.on_message(message)
             result.on_message(message)
+            if message["kind"] == "checkpoint":
+                _keep_metrics(config, folder)
             on_message(message)
 
         run_ranks(
@@ -293,6 +295,17 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
     finally:
         _upload(store, folder)
         shutil.rmtree(folder)
+
+
+def _keep_metrics(config: TrainConfig, folder: Path) -> None:
+    """Put the metrics beside the checkpoints now: a run that is killed has no later chance."""
+    store = open_store(config.output)
+    if store.uri.startswith("file://"):
+        return
+    try:
+        store.put_file(METRICS_FILE, folder / METRICS_FILE, overwrite=True)
+    except StoreError as error:
+        log.warning("%s; the metrics will be put there with the next checkpoint", error)
 
 
 def _upload(store: Store, folder: Path) -> None:

@@ -17,8 +17,10 @@ from dflash_core.configuration import UserError
 from dflash_core.export import load_exported
 from flows.config import ExtractConfig, TrainConfig, dump_config
 from flows.extract_plan import plan_dataset
-from flows.train_steps import open_training_data, output_folder, read_metrics
+from flows.train_log import METRICS_FILE
+from flows.train_steps import TrainingLog, open_training_data, output_folder, read_metrics, train
 from storage.dataset import Dataset
+from storage.objects import open_store
 from tests.tiny import write_tiny_target
 
 MakeConfig = Callable[..., TrainConfig]
@@ -55,6 +57,18 @@ def test_files_of_a_run_go_to_its_output(train_config: MakeConfig, s3_uri: str) 
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with output_folder(config) as folder:
         assert read_metrics(folder) == [{"step": 1}]
+
+
+def test_metrics_reach_the_bucket_with_each_checkpoint(
+    train_config: MakeConfig, s3_uri: str, tmp_path: Path
+) -> None:
+    config = train_config(output=s3_uri)
+    dataset, drafter = open_training_data(config)
+    # Without `output_folder`, as in a run that is killed: nothing is put there at the end.
+    train(config, dataset, drafter, tmp_path, TrainingLog(), lambda message: None)
+    kept = open_store(s3_uri).get(METRICS_FILE).decode().splitlines()
+    assert len(kept) >= config.training.checkpoint_every
+    assert kept == (tmp_path / METRICS_FILE).read_text().splitlines()[: len(kept)]
 
 
 @pytest.mark.usefixtures("prefect")
