@@ -126,10 +126,10 @@ class Run:
         """Plan the data sets of all responses."""
         target, plain = describe_target(self.target_config(False))
         _, with_last = describe_target(self.target_config(True))
-        samples, cut = read_responses(self.output / "responses", load_tokenizer(self.target, None))
+        samples, counts = read_responses(self.output / "responses", load_tokenizer(self.target, None))
         answers = sum(int(sample.loss_mask_T.sum()) for sample in samples)
         tokens = sum(sample.num_tokens for sample in samples)
-        data = {"chats": len(samples), "cut_answers": cut, "tokens": tokens, "answer_tokens": answers}
+        data = {"chats": len(samples), **counts, "tokens": tokens, "answer_tokens": answers}
         write_json(self.output / "data.json", data)
         print(json.dumps(data), flush=True)
         captures = {codec: with_last if codec == BASE_CODEC else plain for codec in CODECS}
@@ -317,7 +317,7 @@ class Run:
         """Train one drafter, simulate on all held-out chats."""
         drafter, result = train(bench, chats, experiment, self.time_left)
         began = time.perf_counter()
-        families = simulated(bench, drafter, experiment.taps)
+        families = simulated(bench, drafter, experiment.taps, result["anchors"])
         parts = list(families.values())
         families["all"] = sum(parts[1:], start=parts[0])
         if experiment.seed == 0 and (experiment.group, experiment.name) in DECODED:

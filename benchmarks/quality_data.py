@@ -7,15 +7,13 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from quality_prompts import family_of, is_held_out, read_prompts
 
@@ -28,6 +26,7 @@ from dflash_core.target import Target
 from storage.codec import Calibration, parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset, open_dataset, total_error
 from storage.objects import open_store
+from storage.reader import ReaderConfig, RowReader
 from storage.writer import ShardAlreadyCommitted, ShardWriter, WriterConfig
 
 CHAT = ChatConfig(max_length=1024)
@@ -35,6 +34,8 @@ HELD_OUT = "held-out"
 """Name of the data set of held-out chats, which is lossless."""
 NAMES = "datasets.json"
 """File that names the data sets, once all are planned."""
+READ_TOKENS = 1 << 15
+"""Tokens that are decoded at a time while a data set is read."""
 Clock = Callable[[], bool]
 """Whether there is time left."""
 
@@ -77,20 +78,34 @@ def write_responses(
         print(f"answered {len(chunk)} prompts, {tokens:,} tokens in {seconds:.0f} s", flush=True)
 
 
-def read_responses(folder: Path, tokenizer: Any) -> tuple[list[Sample], int]:
-    """Encode the answered prompts, in an order that has nothing to do with their length; and how many answers
-    were cut at the length limit.
+def read_responses(folder: Path, tokenizer: Any) -> tuple[list[Sample], dict[str, int]]:
+    """Encode the answered prompts, in an order that has nothing to do with their length.
+
+    Answers that go in circles are left out: they are easy to draft, and nobody wants them. Also returns how
+    many those were, and how many of the rest were cut at the length limit.
     """
     encoder = ChatEncoder(tokenizer, CHAT)
-    samples, cut = [], 0
+    samples, counts = [], {"circling_answers": 0, "cut_answers": 0}
     for part in sorted(folder.glob("part-*.jsonl.gz")):
         for line in gzip.decompress(part.read_bytes()).decode().splitlines():
             record = json.loads(line)
             with suppress(ChatError):
-                samples.append(encoder.encode(record))
-                cut += record["finish"] == "length"
+                sample = encoder.encode(record)
+                if goes_in_circles(sample.token_ids_T[sample.loss_mask_T]):
+                    counts["circling_answers"] += 1
+                    continue
+                samples.append(sample)
+                counts["cut_answers"] += record["finish"] == "length"
     samples.sort(key=lambda sample: hashlib.sha256(sample.sample_id.encode()).digest())
-    return samples, cut
+    return samples, counts
+
+
+def goes_in_circles(token_ids_T: np.ndarray, *, length: int = 16, share: float = 0.25) -> bool:
+    """Whether more than `share` of an answer's stretches of so many tokens stood in it before."""
+    if len(token_ids_T) <= length:
+        return False
+    stretches = np.lib.stride_tricks.sliding_window_view(token_ids_T, length)
+    return 1 - len({stretch.tobytes() for stretch in stretches}) / len(stretches) > share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,24 +274,35 @@ def read_chats(
     last_hidden: bool = False,
     taps: Sequence[int] | None = None,
 ) -> Chats:
-    """Decode every cell of a data set into place on the device; `taps` chooses some by place."""
+    """Read a whole data set into memory on the device; `taps` chooses some by place."""
     samples = [sample for planned in dataset.plan.shards for sample in dataset.samples(planned.shard)]
     width = dataset.spec.target.hidden_size
     names = [name for name in dataset.columns if name != LAST_HIDDEN]
     names = names if taps is None else [names[i] for i in taps]
     chats = chats_with(samples, len(names) * width, width if last_hidden else None, device)
-    columns = dict(zip(names, chats.taps_TE.chunk(len(names), dim=-1), strict=True))
-    if chats.last_TD is not None:
-        columns[LAST_HIDDEN] = chats.last_TD
-    codec = parse_codec(dataset.spec.codec)
-    scales = {name: scale.to(device) for name, scale in (dataset.scales() or {}).items()}
-    place = {sample.sample_id: int(chats.starts_S[i]) for i, sample in enumerate(samples)}
-    with ThreadPoolExecutor(threads) as pool:
-        for name, start, stop, symbols in _in_threads(
-            pool, codec.from_bytes, _cells(dataset, place, columns)
-        ):
-            codec.decode_on_device(symbols.to(device), scales.get(name), columns[name][start:stop])
+    columns = [*names, LAST_HIDDEN] if last_hidden else names
+    row_tokens = max(READ_TOKENS, max(sample.num_tokens for sample in samples))
+    rows = _rows_in_order(chats.starts_S, row_tokens)
+    config = ReaderConfig(threads=threads)
+    at, taps_width = 0, chats.taps_TE.shape[1]
+    with RowReader(dataset, columns, rows, row_tokens=row_tokens, device=device, config=config) as reader:
+        for packed, states_CE in reader:
+            states_TE = states_CE[: packed.num_tokens]
+            chats.taps_TE[at : at + packed.num_tokens] = states_TE[:, :taps_width]
+            if chats.last_TD is not None:
+                chats.last_TD[at : at + packed.num_tokens] = states_TE[:, taps_width:]
+            at += packed.num_tokens
     return chats
+
+
+def _rows_in_order(starts_S: np.ndarray, row_tokens: int) -> list[np.ndarray]:
+    """Pack samples, one behind the other from `starts_S`, into rows without changing their order."""
+    rows, first = [], 0
+    while first < len(starts_S) - 1:
+        last = int(np.searchsorted(starts_S, starts_S[first] + row_tokens, side="right")) - 1
+        rows.append(np.arange(first, last))
+        first = last
+    return rows
 
 
 def put_exact(chats: Chats, lossless: Dataset, threads: int, *, tap: int | None, loudest: float) -> None:
@@ -295,35 +321,6 @@ def put_exact(chats: Chats, lossless: Dataset, threads: int, *, tap: int | None,
         loud = loudness_T.topk(max(1, round(loudest * len(loudness_T)))).indices
         for i, piece in enumerate(pieces):
             piece[loud] = read_chats(lossless, device, threads, taps=(i,)).taps_TE[loud]
-
-
-def _cells(
-    dataset: Dataset, place: dict[str, int], columns: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, int, int, bytes]]:
-    """(column, first and last place, cell) of all shards."""
-    wanted = ["sample_id", "first_token", "token_ids", *columns]
-    for record in dataset.records().values():
-        with dataset.store.open(record.object) as file:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=64, columns=wanted):
-                for row in batch.to_pylist():
-                    start = place[row["sample_id"]] + row["first_token"]
-                    stop = start + len(row["token_ids"]) // 4
-                    for name in columns:
-                        yield name, start, stop, row[name]
-
-
-def _in_threads(
-    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterator[tuple[Any, ...]]
-) -> Any:
-    """Do `work` in threads on the last part of each item; items come in order, that part replaced."""
-    waiting: list[tuple[tuple[Any, ...], Any]] = []
-    for *rest, last in items:
-        waiting.append((tuple(rest), pool.submit(work, last)))
-        if len(waiting) >= 512:
-            head, future = waiting.pop(0)
-            yield (*head, future.result())
-    for head, future in waiting:
-        yield (*head, future.result())
 
 
 def families(samples: Sequence[Sample]) -> list[str]:

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from quality_data import Chats, Clock, families
 
-from dflash_core.acceptance import AcceptanceStats, first_difference, stats_of, teacher_forced_acceptance
+from dflash_core.acceptance import AcceptanceStats, first_difference, simulate, stats_of
+from dflash_core.blocks import eligible_anchors
 from dflash_core.cached_target import CachedTarget
 from dflash_core.distributed import World
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import load_exported
+from dflash_core.loss import LossConfig, head_loss, leading_matches, spread
 from dflash_core.packing import pack_tokens, plan_epoch
 from dflash_core.records import Sample, TargetSpec
 from dflash_core.respond import Responder
@@ -316,23 +318,132 @@ def train(
     }
 
 
-@torch.inference_mode()
-def simulated(bench: Bench, drafter: Drafter, taps: Sequence[int] | None) -> dict[str, AcceptanceStats]:
-    """Acceptance on the held-out chats of each family: leading match with what the target wrote greedily."""
-    found: dict[str, AcceptanceStats] = {}
-    samples = bench.held_out.samples
-    for i, (sample, family) in enumerate(zip(samples, families(samples), strict=True)):
-        stats = teacher_forced_acceptance(
-            drafter,
-            choose_taps(bench.held_out.of(i), taps),
-            torch.tensor(sample.token_ids_T).to(bench.device),
-            torch.tensor(sample.loss_mask_T).to(bench.device),
-            bench.embedding_VD,
-            bench.head_VD,
-            anchors_per_forward=256,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredRow:
+    """A packed row of held-out chats in which every supervised token is an anchor."""
+
+    batch: RowBatch
+    samples: np.ndarray
+    """int64: the chats that lie in it, or parts of them."""
+    token_B: np.ndarray
+    """int64 [blocks]: place of each block's anchor among the tokens of all chats; -1 where a later part of
+    the chat measures it."""
+
+
+def measured_rows(
+    chats: Chats, drafter: DrafterConfig, *, row_tokens: int, anchors: int, device: torch.device
+) -> list[MeasuredRow]:
+    """Pack all chats into rows of training's shape, each with as many tokens to draft after as it has blocks.
+
+    So measuring runs the graphs that training has compiled. A chat with more such tokens than a row has
+    blocks lies in several rows.
+    """
+    parts: list[_Part] = []
+    for i, sample in enumerate(chats.samples):
+        parts += _parts(i, sample, anchors, drafter.block_size)
+    rows: list[list[_Part]] = []
+    room: list[list[int]] = []
+    for part in sorted(parts, key=lambda part: -part.eligible):
+        need = (part.eligible, part.sample.num_tokens)
+        fits = (i for i, free in enumerate(room) if free[0] >= need[0] and free[1] >= need[1])
+        if (at := next(fits, None)) is None:
+            at = len(rows)
+            rows.append([])
+            room.append([anchors, row_tokens])
+        rows[at].append(part)
+        room[at] = [room[at][0] - need[0], room[at][1] - need[1]]
+    return [_measured_row(chats, row, drafter, row_tokens, anchors, device) for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """A chat of which some tokens are supervised."""
+
+    number: int
+    sample: Sample
+    eligible: int
+    """Tokens that are followed by a supervised one, both in this part."""
+    kept: int
+    """The first of them, which are measured here."""
+
+
+def _parts(number: int, sample: Sample, anchors: int, block_size: int) -> list[_Part]:
+    mask_T = sample.loss_mask_T
+    eligible = np.flatnonzero(mask_T[:-1] & mask_T[1:])
+    if len(eligible) <= anchors:
+        return [_Part(number=number, sample=sample, eligible=len(eligible), kept=len(eligible))]
+    # The blocks at the end of a part look past it, so the mask reaches further than the tokens that are kept.
+    size, parts = anchors - block_size + 2, []
+    for start in range(0, len(eligible), size):
+        mine = eligible[start : start + size]
+        reach_T = np.zeros_like(mask_T)
+        reach_T[mine[0] : mine[-1] + block_size] = mask_T[mine[0] : mine[-1] + block_size]
+        parts.append(
+            _Part(
+                number=number,
+                sample=replace(sample, loss_mask_T=reach_T),
+                eligible=int((reach_T[:-1] & reach_T[1:]).sum()),
+                kept=len(mine),
+            )
         )
+    return parts
+
+
+def _measured_row(
+    chats: Chats,
+    parts: list[_Part],
+    drafter: DrafterConfig,
+    row_tokens: int,
+    anchors: int,
+    device: torch.device,
+) -> MeasuredRow:
+    packed = pack_tokens([part.sample for part in parts], row_tokens)
+    dense = device.type == "cpu"
+    batch = prepare_row(packed, drafter, anchors=anchors, seed=0, epoch=0, dense=dense)
+    places = chats.rows([part.number for part in parts])
+    token_B = places[np.flatnonzero(eligible_anchors(packed))]
+    ends = np.cumsum([part.eligible for part in parts])
+    for part, end in zip(parts, ends, strict=True):
+        token_B[end - part.eligible + part.kept : end] = -1
+    return MeasuredRow(
+        batch=batch.to(device), samples=np.array([part.number for part in parts]), token_B=token_B
+    )
+
+
+def simulated(
+    bench: Bench, drafter: Drafter, taps: Sequence[int] | None, anchors: int
+) -> dict[str, AcceptanceStats]:
+    """Acceptance on the held-out chats of each family: leading match with what the target wrote greedily.
+
+    As `teacher_forced_acceptance`, many chats at a time, in rows of `anchors` blocks.
+    """
+    chats, row_tokens = bench.held_out, bench.training["row_tokens"]
+    rows = measured_rows(chats, drafter.config, row_tokens=row_tokens, anchors=anchors, device=bench.device)
+    # Gradients stay enabled: without them everything would be compiled once more.
+    counted = [_leading(bench, drafter, training_row(chats, r.batch, r.samples, taps)) for r in rows]
+    matches_T = np.full(int(chats.starts_S[-1]), -1, dtype=np.int64)
+    for row, matches_A in zip(rows, counted, strict=True):
+        kept = row.token_B >= 0
+        matches_T[row.token_B[kept]] = matches_A.cpu().numpy()[: len(kept)][kept]
+    found: dict[str, AcceptanceStats] = {}
+    for i, (sample, family) in enumerate(zip(chats.samples, families(chats.samples), strict=True)):
+        own_T = matches_T[int(chats.starts_S[i]) : int(chats.starts_S[i + 1])]
+        stats = simulate(own_T, sample.loss_mask_T, drafter.config.block_size)
         found[family] = found[family] + stats if family in found else stats
     return found
+
+
+def _leading(bench: Bench, drafter: Drafter, row: TrainingRow) -> torch.Tensor:
+    """Leading matches of each block, int64 [A]."""
+    batch = row.batch
+    rows_RD = torch.nn.functional.embedding(batch.input_ids_R, bench.embedding_VD)
+    masks = batch.attention_masks()
+    hidden_PD = drafter.forward_blocks(row.taps_CE, batch.position_C, rows_RD, batch.position_Q, *masks)
+    inputs = batch.head_inputs
+    losses = head_loss(hidden_PD.detach(), bench.head_VD, inputs, LossConfig().chunk_slots)
+    anchors, slots = batch.scored_AK.shape
+    correct_AK = spread(losses.correct_N, batch.rank_P, (anchors, slots)) > 0
+    return leading_matches(correct_AK, batch.scored_AK)
 
 
 class Decoding:

@@ -1,0 +1,104 @@
+"""What the quality run measures is what it says: acceptance of many chats at once, data in its place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from quality_data import Chats, goes_in_circles
+from quality_runs import Bench, measured_rows, simulated
+
+from dflash_core.acceptance import AcceptanceStats, teacher_forced_acceptance
+from dflash_core.drafter import Drafter
+from dflash_core.records import Sample
+from tests.core.tiny_drafter import SPEC, tiny_drafter
+
+WORDS = 2
+"""So few words that a drafter of random weights is often right."""
+
+
+def chats_of(lengths: list[int], width: int) -> Chats:
+    chance = np.random.default_rng(0)
+    samples = []
+    for i, length in enumerate(lengths):
+        mask_T = np.arange(length) >= 4
+        mask_T[length // 2] = length % 2 == 0  # some have two responses
+        samples.append(
+            Sample(
+                sample_id=f"family{i % 2}-held_out-{i:05d}",
+                token_ids_T=chance.integers(0, WORDS, length).astype(np.int32),
+                loss_mask_T=mask_T,
+            )
+        )
+    starts_S = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    taps_TE = torch.randn(int(starts_S[-1]), width, generator=torch.Generator().manual_seed(1))
+    return Chats(samples=samples, taps_TE=taps_TE, last_TD=None, starts_S=starts_S)
+
+
+def one_by_one(bench: Bench, drafter: Drafter) -> dict[str, AcceptanceStats]:
+    found: dict[str, AcceptanceStats] = {}
+    for i, sample in enumerate(bench.held_out.samples):
+        stats = teacher_forced_acceptance(
+            drafter,
+            bench.held_out.of(i),
+            torch.from_numpy(sample.token_ids_T),
+            torch.from_numpy(sample.loss_mask_T),
+            bench.embedding_VD,
+            bench.head_VD,
+        )
+        family = f"family{i % 2}"
+        found[family] = found[family] + stats if family in found else stats
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("anchors", [12, 64])
+def test_many_chats_at_once_are_measured_as_one_by_one(window: int | None, anchors: int) -> None:
+    kinds = None if window is None else ("sliding_attention", "full_attention", "sliding_attention")
+    drafter = tiny_drafter(layer_types=kinds, sliding_window=window)
+    drafter.compute_dtype = torch.float32
+    drafter.requires_grad_(True)
+    config = drafter.config
+    chance = torch.Generator().manual_seed(2)
+    chats = chats_of([9, 30, 41, 6, 22, 17, 40], len(config.tap_layer_ids) * config.hidden_size)
+    head_VD = torch.zeros(config.vocab_size, config.hidden_size)
+    head_VD[0] = torch.randn(config.hidden_size, generator=chance)
+    head_VD[1] = -head_VD[0]
+    bench = Bench(
+        held_out=chats,
+        target=SPEC,
+        tap_layer_ids=config.tap_layer_ids,
+        embedding_VD=torch.randn(config.vocab_size, config.hidden_size, generator=chance),
+        head_VD=head_VD,
+        steps=1,
+        training={"row_tokens": 64},
+        device=torch.device("cpu"),
+    )
+    together, alone = simulated(bench, drafter, None, anchors), one_by_one(bench, drafter)
+    assert together.keys() == alone.keys()
+    for family, stats in together.items():
+        assert stats.tokens == alone[family].tokens
+        assert stats.reached_K.tolist() == alone[family].reached_K.tolist()
+    assert sum(stats.reached_K[2] for stats in together.values()) > 5, "hardly any draft was accepted"
+    rows = measured_rows(chats, config, row_tokens=64, anchors=anchors, device=torch.device("cpu"))
+    parts = sum(len(row.samples) for row in rows)
+    assert len(rows) < parts
+    assert (parts > len(chats.samples)) == (anchors == 12)
+    assert all((row.token_B >= 0).sum() <= anchors for row in rows)
+
+
+def test_answers_that_go_in_circles_are_recognised() -> None:
+    chance = np.random.default_rng(3)
+    plain_T = chance.integers(0, 50, 200)
+    assert not goes_in_circles(plain_T)
+    assert goes_in_circles(np.concatenate([plain_T[:80], np.tile(plain_T[80:110], 4)]))
+    assert not goes_in_circles(np.concatenate([plain_T, plain_T[:30]])), (
+        "one sentence said twice is no circle"
+    )
+    assert not goes_in_circles(plain_T[:5])
