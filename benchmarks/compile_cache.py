@@ -8,7 +8,8 @@ Each start is one of real ranks in fresh processes, with a folder as the object 
     restored    the machine's caches wiped: download, verify, unpack, start
     again       the same machine once more: verify what lies there, start
     workers     as `again`, with torch's pool of compile workers, which a start from an artifact does without
-    profile     as `again`, one rank under cProfile, and once more with its imports timed
+    functions   as `again`, one rank under cProfile
+    imports     as `again`, one rank whose imports are timed
 With several:
     cold        one rank on the first GPU
     restored    the machine's caches wiped; all ranks start from the artifact of that one rank
@@ -111,11 +112,14 @@ class Starts:
                     command, env=environment, check=True, text=True, stderr=subprocess.PIPE, stdout=2
                 ).stderr
 
-            run("-m", "cProfile", "-o", str(stats))
-            imports = run("-X", "importtime")
-        self._note("profile", {"functions": slowest_functions(stats), "imports": slowest_imports(imports)})
+            try:
+                run("-m", "cProfile", "-o", str(stats))
+                self._note("functions", slowest_functions(stats))
+                self._note("imports", slowest_imports(run("-X", "importtime")))
+            except subprocess.CalledProcessError as error:
+                self._note("profile", f"failed: {error.stderr[-2000:]}")
 
-    def _note(self, name: str, value: dict[str, Any]) -> None:
+    def _note(self, name: str, value: Any) -> None:
         self.found[name] = value
         print(json.dumps({name: value}), flush=True)
 
@@ -232,7 +236,8 @@ def main() -> None:
             first = [found[which]["first_optimizer_step_seconds"] for which in (name, cold)]
             found[f"{name}_share_of_cold"] = round(first[0] / first[1], 3)
     found["seconds"] = round(time.monotonic() - began, 1)
-    found.pop("profile", None)  # printed already, and long
+    for name in ("functions", "imports"):
+        found.pop(name, None)  # printed already, and long
     print(json.dumps(found, indent=1))
 
 
