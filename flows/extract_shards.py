@@ -26,7 +26,7 @@ from flows import extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
 from flows.launch import Message, PoolClosed, WorkerPool
-from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
+from flows.run_log import TOLD, relay_logs, relay_message, value, without_traceback
 from storage.dataset import Dataset, open_dataset
 
 MOST_SHARDS_AT_ONCE = 256
@@ -180,7 +180,7 @@ def extract_shards(config: ExtractConfig, dataset: str, shards: list[int], redo:
             wanted = shards if redo else sorted(set(shards) & set(data.missing()))
             outcome = capture_here(config, data, wanted, redo=redo)
     except TOLD as error:
-        tell_error(error)
+        get_run_logger().error("%s", error)
         return Failed(message=str(error), data=error)
     if outcome.failed:
         return Failed(message=failed_names(outcome))

@@ -43,7 +43,7 @@ class _RunHandler(logging.Handler):
 
 
 def tell_error(error: Exception) -> None:
-    """Write the error that ends a run to its log: the one place where the log says it."""
+    """Write the error that ends a whole run to its log: the one place where the log says it."""
     get_run_logger().error("%s", error, extra={"ends_the_run": True})
 
 
