@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,13 +19,14 @@ import torch
 from quality_prompts import family_of, is_held_out, read_prompts
 
 from dflash_core.chat import ChatConfig, ChatEncoder
-from dflash_core.configuration import fingerprint
+from dflash_core.configuration import UserError, fingerprint
 from dflash_core.messages import ChatError
 from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec
-from dflash_core.respond import GenerationSettings, Responder
+from dflash_core.respond import Responder, split_reasoning
 from dflash_core.target import Target
 from storage.codec import Calibration, parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset, open_dataset, total_error
+from storage.dataset_spec import dataset_folder
 from storage.objects import open_store
 from storage.reader import ReaderConfig, RowReader
 from storage.writer import ShardAlreadyCommitted, ShardWriter, WriterConfig
@@ -56,7 +58,6 @@ def write_responses(
     short has short and long prompts alike.
     """
     records = sorted(read_prompts(prompts), key=lambda r: len(r["messages"][0]["content"]))
-    settings = GenerationSettings(max_new_tokens=new_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     starts = list(range(0, len(records), batch))
     random.Random(0).shuffle(starts)
@@ -65,17 +66,84 @@ def write_responses(
         if part.exists() or not time_left():
             continue
         began, chunk = time.perf_counter(), records[start : start + batch]
-        answers = responder.respond([(r["messages"], None) for r in chunk], settings, batch_size=batch)
-        lines = [
-            json.dumps({**r, "messages": [*r["messages"], a.message], "finish": a.finish_reason})
-            for r, a in zip(chunk, answers, strict=True)
-        ]
+        rows = [responder.encoder.prompt_ids(r["messages"], None) for r in chunk]
+        answers = answer_greedily(responder.model, rows, responder.stop_ids, new_tokens)
+        lines = []
+        for record, ids in zip(chunk, answers, strict=True):
+            stopped = ids[-1] in responder.stop_ids
+            text = responder.tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False)
+            messages = [*record["messages"], split_reasoning(text, responder.encoder)]
+            finish = "stop" if stopped else "length"
+            lines.append(json.dumps({**record, "messages": messages, "finish": finish}))
         scratch = part.with_suffix(".new")
         scratch.write_bytes(gzip.compress("\n".join(lines).encode()))
         scratch.rename(part)
-        tokens = sum(answer.num_tokens for answer in answers)
+        tokens = sum(map(len, answers))
         seconds = time.perf_counter() - began
         print(f"answered {len(chunk)} prompts, {tokens:,} tokens in {seconds:.0f} s", flush=True)
+
+
+@torch.inference_mode()
+def answer_greedily(
+    model: Any, prompts: list[list[int]], stop_ids: list[int], new_tokens: int, *, look_every: int = 24
+) -> list[list[int]]:
+    """Greedy answers of a causal transformers model, the stop token included, at most `new_tokens` long.
+
+    Rows leave the batch soon after they have ended, or begun to go in circles (what is written until then
+    stays their answer). That is most of them long before the longest one ends.
+    """
+    from transformers import DynamicCache
+
+    device, longest = model.device, max(map(len, prompts))
+    padded = [[stop_ids[0]] * (longest - len(row)) + row for row in prompts]
+    input_BT = torch.tensor(padded, device=device)
+    mask_BT = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
+    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    stops = torch.tensor(stop_ids, device=device)
+    written_BN = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
+    ended_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    answers: list[list[int]] = [[] for _ in prompts]
+    here, cache = list(range(len(prompts))), DynamicCache()
+    for step in range(1, new_tokens + 1):
+        output = model(
+            input_ids=input_BT,
+            attention_mask=mask_BT,
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        input_BT = output.logits[:, -1:].argmax(-1)
+        written_BN = torch.cat([written_BN, input_BT], dim=1)
+        ended_B |= torch.isin(input_BT[:, 0], stops)
+        mask_BT = torch.nn.functional.pad(mask_BT, (0, 1), value=1)
+        position_BT = position_BT[:, -1:] + 1
+        if step % look_every and step < new_tokens:
+            continue
+        rows = [_until(ids, stop_ids) for ids in written_BN.tolist()]
+        left = [
+            i
+            for i, (ids, ended) in enumerate(zip(rows, ended_B.tolist(), strict=True))
+            if not ended and step < new_tokens and not goes_in_circles(np.array(ids))
+        ]
+        if len(left) == len(rows):
+            continue
+        for i in set(range(len(rows))).difference(left):
+            answers[here[i]] = rows[i]
+        if not left:
+            break
+        chosen = torch.tensor(left, device=device)
+        here = [here[i] for i in left]
+        cache.batch_select_indices(chosen)
+        input_BT, mask_BT, position_BT, written_BN, ended_B = (
+            t[chosen] for t in (input_BT, mask_BT, position_BT, written_BN, ended_B)
+        )
+    return answers
+
+
+def _until(ids: list[int], stop_ids: list[int]) -> list[int]:
+    """Up to the first stop token, that included."""
+    return ids[: next((i for i, token in enumerate(ids) if token in stop_ids), len(ids) - 1) + 1]
 
 
 def read_responses(folder: Path, tokenizer: Any) -> tuple[list[Sample], dict[str, int]]:
@@ -137,7 +205,15 @@ def create_datasets(
             input_sha256=fingerprint([sample.sample_id for sample in chats]),
             shard_tokens=1 << 17,  # more than the calibration takes: the first shard alone decides the scales
         )
-        return create_dataset(store, name, spec, chats)
+        try:
+            dataset = create_dataset(store, name, spec, chats)
+            check_readable(dataset)
+        except UserError as error:
+            path = folder / dataset_folder(name, spec)
+            print(f"{path} is written anew, this version cannot read what is there: {error}", flush=True)
+            shutil.rmtree(path)
+            dataset = create_dataset(store, name, spec, chats)
+        return dataset
 
     plain = next(iter(captures.values())).model_copy(update={"last_hidden": "no"})
     datasets = DataSets(
@@ -147,6 +223,15 @@ def create_datasets(
     scratch = folder / f".{NAMES}"
     scratch.write_text(json.dumps([dataset.uri for dataset in datasets.all]))
     scratch.rename(folder / NAMES)
+
+
+def check_readable(dataset: Dataset) -> None:
+    """Raise UserError unless what is written so far can be read; of a whole data set one chat is decoded."""
+    dataset.records()
+    if dataset.sealed:
+        row, tokens = np.array([0]), int(dataset.index.tokens_N[0])
+        with RowReader(dataset, dataset.columns, [row], row_tokens=tokens, device="cpu") as reader:
+            next(iter(reader))
 
 
 def open_datasets(folder: Path) -> DataSets:

@@ -11,12 +11,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from quality_data import Chats, goes_in_circles
+from quality_data import Chats, DataSets, answer_greedily, create_datasets, goes_in_circles, open_datasets
 from quality_runs import Bench, measured_rows, simulated
 
 from dflash_core.acceptance import AcceptanceStats, teacher_forced_acceptance
 from dflash_core.drafter import Drafter
-from dflash_core.records import Sample
+from dflash_core.records import CaptureSpec, Sample
+from tests.core.test_speculative import build
 from tests.core.tiny_drafter import SPEC, tiny_drafter
 
 WORDS = 2
@@ -102,3 +103,55 @@ def test_answers_that_go_in_circles_are_recognised() -> None:
         "one sentence said twice is no circle"
     )
     assert not goes_in_circles(plain_T[:5])
+
+
+def test_answers_in_a_shrinking_batch_are_those_of_each_prompt_alone() -> None:
+    model, new_tokens = build("llama"), 40
+    chance = np.random.default_rng(5)
+    prompts = [chance.integers(1, 90, n).tolist() for n in (3, 11, 6, 17, 8, 5, 9, 14)]
+
+    def alone(prompt: list[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(new_tokens):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    plain = [alone(prompt) for prompt in prompts]
+    stops = [plain[0][6], plain[3][20]]
+    answers = answer_greedily(model, prompts, stops, new_tokens, look_every=4)
+    whole = 0
+    for answer, wanted in zip(answers, plain, strict=True):
+        end = next((i + 1 for i, token in enumerate(wanted) if token in stops), new_tokens)
+        assert answer == wanted[: len(answer)]
+        assert len(answer) == end or (len(answer) < end and goes_in_circles(np.array(answer)))
+        whole += len(answer) == end
+    assert whole >= 2
+    assert len({len(answer) for answer in answers}) > 2
+
+
+def plan(folder: Path) -> DataSets:
+    chance = np.random.default_rng(6)
+    samples = [
+        Sample(
+            sample_id=f"family-{'held_out' if i < 3 else 'train'}-{i:05d}",
+            token_ids_T=chance.integers(0, 90, 20).astype(np.int32),
+            loss_mask_T=np.arange(20) > 5,
+        )
+        for i in range(9)
+    ]
+    capture = CaptureSpec(tap_layer_ids=(1, 4))
+    create_datasets(folder, samples, SPEC, {"lossless": capture, "fp8": capture})
+    return open_datasets(folder)
+
+
+def test_shards_of_another_format_are_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = plan(tmp_path)
+    first.training["fp8"].store.put_bytes("records/00000.json", b"{}")
+    assert plan(tmp_path).training["lossless"].plan == first.training["lossless"].plan
+    said = capsys.readouterr().out
+    assert said.count("is written anew") == 1 and "no commit record" in said
+    assert plan(tmp_path).training["fp8"].missing() == [0]
+    assert not capsys.readouterr().out
