@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
@@ -230,13 +231,40 @@ class _Interrupted(Exception):
 
 
 @contextmanager
+def _received(body: Any) -> Iterator[Callable[[memoryview], int]]:
+    """Give what receives the body of an answer into memory; its connection is free again afterwards.
+
+    urllib3 copies what it reads four times, http.client below it not at all: that is used where it is found.
+    """
+    response: Any = getattr(body, "_raw_stream", None)
+    direct = getattr(response, "_fp", None)
+    try:
+        if isinstance(direct, HTTPResponse):
+            yield direct.readinto
+            if direct.isclosed():  # all was read
+                response.release_conn()
+        else:
+            yield body.readinto
+    finally:
+        body.close()
+
+
+@contextmanager
 def _interruptions() -> Iterator[None]:
     from botocore.exceptions import ConnectionError, HTTPClientError, IncompleteReadError
     from urllib3.exceptions import HTTPError
 
     try:
         yield
-    except (ConnectionError, HTTPClientError, IncompleteReadError, HTTPError, EOFError, OSError) as error:
+    except (
+        ConnectionError,
+        HTTPClientError,
+        IncompleteReadError,
+        HTTPError,
+        HTTPException,
+        EOFError,
+        OSError,
+    ) as error:
         raise _Interrupted(type(error).__name__) from None
 
 
@@ -396,13 +424,12 @@ class S3Store:
             answer = self._client.get_object(**self._where(key), Range=wanted)
             if answer["ContentLength"] < len(buffer) - done:
                 raise ObjectTruncated(f"reading {self.uri}/{key}: the object is shorter than it should be")
-            body = answer["Body"]
-            while done < len(buffer):
-                got = body.readinto(buffer[done:])
-                if not got:
-                    raise EOFError("the body ended early")
-                done += got
-            body.close()
+            with _received(answer["Body"]) as receive:
+                while done < len(buffer):
+                    got = receive(buffer[done:])
+                    if not got:
+                        raise EOFError("the body ended early")
+                    done += got
 
         if len(buffer):
             self._patiently("reading", key, read, lambda: done)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from botocore.awsrequest import AWSHTTPConnection
 
 from storage.objects import (
     ObjectExists,
@@ -194,3 +196,24 @@ def test_multipart_checksum_is_kept_by_the_server(s3, s3_uri: str, tmp_path: Pat
     head = s3.client().head_object(Bucket=bucket, Key=f"{prefix}/k", ChecksumMode="ENABLED")
     assert head["ETag"].strip('"').endswith("-3")
     assert {"ChecksumCRC32", "ChecksumCRC64NVME"} & set(head)
+
+
+def test_ranges_are_received_in_place_over_one_connection(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(s3_uri, StoreConfig(read_timeout=50.0))  # a client of its own
+    store.put_bytes("large", LARGE)
+    connections = []
+    connect = AWSHTTPConnection.connect
+    monkeypatch.setattr(AWSHTTPConnection, "connect", lambda self: (connections.append(1), connect(self))[1])
+    buffer = memoryview(bytearray(10 << 20))
+    store.read_into("large", 0, buffer[:1])
+    tracemalloc.start()
+    try:
+        for start in (5, 1 << 20):
+            store.read_into("large", start, buffer)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert buffer == memoryview(LARGE)[1 << 20 : (1 << 20) + len(buffer)]
+    assert len(connections) <= 1 and peak < len(buffer) // 4
