@@ -68,8 +68,8 @@ from storage.writer import ShardWriter, WriterConfig
 CODECS = ("lossless", "tolerance=0.1", "tolerance=0.3")
 FILES = ("torch.save", "safetensors")
 ROW_TOKENS = 4096
-PREFETCH_BYTES = 256 << 20
-"""Row groups are kept while samples of theirs are still to come: what `plan_epoch` mixes must have room."""
+PREFETCH_BYTES = 64 << 20
+"""At most, and no more than half of the data set: every epoch reads all of it again."""
 States = list[dict[str, Tensor]]
 """One entry a sample: column -> bf16 [T, D]."""
 
@@ -296,6 +296,7 @@ def prepare(codec: str, store: Store, samples: list[Sample], states: States) -> 
         codec=codec,
         input_sha256="0",
         shard_tokens=16_384,
+        row_group_fill_bytes=0,  # a row group a sample, as it is where states are as wide as a 27B target's
     )
     dataset = create_dataset(store, "benchmark", spec, samples)
     if parse_codec(codec).needs_scales:
@@ -335,28 +336,41 @@ def read_phase(name: str, uri: str, work: Path, options: argparse.Namespace, epo
         row_CE = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         store = open_store(where)
 
-        def read_epoch() -> None:
-            read_files(name, store, rows, columns, row_CE, threads)
+        @contextmanager
+        def reading() -> Iterator[Callable[[], None]]:
+            yield lambda: read_files(name, store, rows, columns, row_CE, threads)
     else:
         dataset = open_dataset(where)
         dataset.manifest()
         groups = dataset.index.shard_N.astype(np.int64) << 32 | dataset.index.row_group_N
         rows = plan_epoch(dataset.index.tokens_N, seed=0, epoch=0, row_tokens=ROW_TOKENS, group_S=groups)
-        config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=PREFETCH_BYTES)
+        size = sum(record.size for record in dataset.records().values())
+        prefetch_bytes = min(PREFETCH_BYTES, size // 2)
+        config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=prefetch_bytes)
 
-        def read_epoch() -> None:
+        @contextmanager
+        def reading() -> Iterator[Callable[[], None]]:
+            # It reads ahead when the clock starts, and as far when it stops.
+            all_rows = rows * (epochs + 2 if epochs else 1)
             with RowReader(
-                dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device=device, config=config
+                dataset, dataset.columns, all_rows, row_tokens=ROW_TOKENS, device=device, config=config
             ) as reader:
-                for _, states_CE in reader:
-                    touch(states_CE)
+
+                def read_epoch() -> None:
+                    for _, (_, states_CE) in zip(rows, reader, strict=False):
+                        touch(states_CE)
+
+                yield read_epoch
 
     if epochs:
-        read_epoch()
+        with reading() as read_epoch:
+            read_epoch()
+            with clock(sum(lengths), epochs, result):
+                for _ in range(epochs):
+                    read_epoch()
     else:
         forget_pages(Path(where))
-    with clock(sum(lengths), max(epochs, 1), result):
-        for _ in range(max(epochs, 1)):
+        with clock(sum(lengths), 1, result), reading() as read_epoch:
             read_epoch()
     if name in FILES:
         return result
