@@ -287,3 +287,51 @@ def test_local_root_must_be_private(store: Store, tmp_path: Path) -> None:
         started(store, fingerprint(tmp_path / "shared"))
     with pytest.raises(UserError, match="absolute"):
         _ = CompileCacheConfig(local_root="relative").root
+
+
+def compile_more(session: CompileSession, name: str) -> None:
+    path = session.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"compiled later")
+
+
+def test_what_is_compiled_after_the_first_reports_is_published_at_the_end(
+    store: Store, ours: Fingerprint
+) -> None:
+    with started(store, ours) as session:
+        write_cache(session.folder)
+        session.on_message(report(session, compiled=True, seconds=90))
+        first = session.version
+        session.publish_rest()
+        assert session.version == first, "nothing new"
+        compile_more(session, "zz/later.so")
+        session.on_message(report(session, compiled=True, seconds=600))
+        assert session.version == first, "not after every report"
+        session.publish_rest()
+        second = session.version
+        assert second is not None and second != first
+        assert session.summary()["first_step_seconds"] == 90, "how long the start took"
+    shutil.rmtree(ours.local_root)
+    again = run_once(store, ours)
+    assert again.version == second and (ours.cache_dir / "zz/later.so").exists()
+
+
+def test_the_rest_does_not_take_the_place_of_what_another_run_published(
+    store: Store, ours: Fingerprint
+) -> None:
+    with started(store, ours) as session:
+        write_cache(session.folder)
+        session.on_message(report(session, compiled=True))
+        first = session.version
+        assert first is not None
+        compile_more(session, "zz/theirs.so")
+        with started(store, ours) as other:
+            other.on_message(report(other, compiled=True))
+        theirs = other.version
+        assert theirs is not None and theirs != first
+        compile_more(session, "zz/ours.so")
+        session.on_message(report(session, compiled=True))
+        session.publish_rest()
+        assert session.version == first
+    (current,) = [version for version in list_versions(store)[0] if version.current]
+    assert current.name == theirs.name
