@@ -137,7 +137,8 @@ def measure(codec: Codec, cells: Cells, scales: dict[str, Tensor], device: torch
         for column, states in cell.items():
             states_TD, scale_D = states.to(device), scales[column].to(device)
             clock.start()
-            symbols = codec.encode_on_device(states_TD, scale_D).to("cpu")
+            encoded = codec.encode_on_device(states_TD, scale_D)
+            symbols = encoded.to("cpu")
             clock.stop("encode")
             data = codec.to_bytes(symbols)
             clock.stop("entropy_encode")
@@ -150,7 +151,7 @@ def measure(codec: Codec, cells: Cells, scales: dict[str, Tensor], device: torch
                 assert torch.equal(decoded_TD.view(torch.int16), states_TD.view(torch.int16))
             values, size = values + states.numel(), size + len(data)
             errors[column] += symbols.error
-            found = symbol_counts(symbols)
+            found = symbol_counts(encoded)
             counts[column] = (
                 [a + b for a, b in zip(counts[column], found, strict=True)] if column in counts else found
             )
@@ -198,14 +199,15 @@ def main() -> None:
     else:
         parser.error("give --target and --texts, or --synthetic")
     torch.set_num_threads(1)
-    calibration = Calibration()
+    calibration, device = Calibration(), torch.device(arguments.device)
     for cell in cells[: max(len(cells) // 3, 1)]:
-        calibration.add(cell)
+        calibration.add({column: states.to(device) for column, states in cell.items()})
     scales = calibration.scales()
-    report = {
-        name: measure(parse_codec(name), cells[len(cells) // 3 :], scales, torch.device(arguments.device))
-        for name in arguments.codecs.split(",")
-    }
+    report = {}
+    for name in arguments.codecs.split(","):
+        if device.type == "cuda":
+            measure(parse_codec(name), cells[:1], scales, device)  # warms up
+        report[name] = measure(parse_codec(name), cells[len(cells) // 3 :], scales, device)
     if arguments.json:
         print(json.dumps(report, indent=1))
         return
