@@ -63,6 +63,7 @@ from quality_runs import (
     train,
 )
 
+from dflash_core.configuration import UserError
 from dflash_core.export import export_drafter
 from dflash_core.records import CaptureSpec, Sample, TargetSpec
 from dflash_core.respond import Responder
@@ -157,6 +158,10 @@ class Run:
             training={
                 "row_tokens": self.arguments.row_tokens,
                 "anchors_per_row": self.arguments.anchors,
+                "optimizer": {
+                    "name": self.arguments.optimizer,
+                    "learning_rate": self.arguments.learning_rate,
+                },
                 "compute_dtype": str(self.dtype).removeprefix("torch."),
             },
             device=self.device,
@@ -370,7 +375,7 @@ class Run:
     ) -> None:
         """Run all jobs, begin again those that fail while there is time; end them 30 s after the deadline."""
         running = [(job, job()) for job in jobs]
-        failures = 0
+        failures = dict.fromkeys(jobs, 0)
         try:
             meanwhile()
             while running:
@@ -379,8 +384,8 @@ class Run:
                     if process.poll() is None:
                         continue
                     running.remove((job, process))
-                    if process.returncode and self.time_left() and failures < 4 * len(jobs):
-                        failures += 1
+                    failures[job] += process.returncode != 0
+                    if process.returncode and self.time_left() and failures[job] < MOST_FAILURES:
                         running.append((job, job()))
                 if self.seconds_left() < -30:
                     break
@@ -429,9 +434,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=64, help="chats of each family to measure on")
     parser.add_argument("--new-tokens", type=int, default=320, help="longest response")
     parser.add_argument("--batch", type=int, default=1024, help="prompts answered at a time")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps of each drafter")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of each drafter")
     parser.add_argument("--row-tokens", type=int, default=8192, help="context tokens of a step")
-    parser.add_argument("--anchors", type=int, default=512, help="blocks of a step")
+    parser.add_argument("--anchors", type=int, default=1024, help="blocks of a step")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--groups", default=",".join(GROUPS), help="comma separated; default: %(default)s")
     parser.add_argument("--mask-token", default=MASK_TOKEN, help="token that fills the masked slots")
@@ -447,6 +454,8 @@ def parse() -> argparse.Namespace:
 
 
 PROCESSES = ["answer", "compile", "extract", "trainer"]
+MOST_FAILURES = 4
+"""So often a process is begun in all if it fails."""
 
 
 def main() -> None:
@@ -454,7 +463,10 @@ def main() -> None:
     # One compile cache for all processes: a graph is compiled once.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(arguments.output.resolve() / "compile"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    getattr(Run(arguments), arguments.stage)()
+    try:
+        getattr(Run(arguments), arguments.stage)()
+    except UserError as error:
+        sys.exit(f"{arguments.stage}: {error}")
 
 
 if __name__ == "__main__":

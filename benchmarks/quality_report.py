@@ -76,8 +76,13 @@ def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
         "trained families",
         "unseen families",
     ]
-    trainings = {(r["steps"], r["row_tokens"], r["anchors"]) for _, found in runs for r in found}
-    said = " and ".join(f"{s:,} steps of {t:,} tokens and {a} blocks" for s, t, a in sorted(trainings))
+    trainings = {
+        (r["steps"], r["row_tokens"], r["anchors"], r["optimizer"]) for _, found in runs for r in found
+    }
+    said = " and ".join(
+        f"{steps:,} steps of {tokens:,} tokens and {blocks:,} blocks, {optimizer}"
+        for steps, tokens, blocks, optimizer in sorted(trainings)
+    )
     return f"Acceptance length on held-out chats, by codec of the training data ({said}).\n\n" + _table(
         header, rows
     )

@@ -45,7 +45,7 @@ BASE = ("codec", BASE_CODEC)
 DECODED = (BASE, ("codec", "lossless"))
 """(group, name) of the experiments whose first seed also decodes for real."""
 TAPS = 5
-BASE_TRAINING: dict[str, Any] = {"epochs": 1000, "optimizer": {"learning_rate": 6e-4}}
+BASE_TRAINING: dict[str, Any] = {"epochs": 1000}
 BASE_DRAFTER: dict[str, Any] = {
     "num_layers": 5,
     "num_heads": 9,
@@ -107,8 +107,9 @@ def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experim
     for seed in range(seeds):
         rounds.append([Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS])
         rounds += [_ablations(seed, anchors), _finer(seed)]
-    # Two seeds of what most users ask come before the first of what few do.
-    rounds.sort(key=lambda r: r[0].seed + {"codec": 0, "finer": 2.2}.get(r[0].group, 0.5))
+    # All seeds of the codecs before the second of anything else.
+    later = {"codec": (0.0, 0.0), "finer": (2.7, 2.7)}
+    rounds.sort(key=lambda r: r[0].seed + later.get(r[0].group, (0.5, 1.5))[r[0].seed > 0])
     return [replace(e, round=i) for i, r in enumerate(rounds) for e in r if e.group in groups]
 
 
@@ -133,7 +134,16 @@ def _ablations(seed: int, anchors: int) -> list[Experiment]:
         ),
         one("objective", "D-PACE", training={"loss": {"weighting": "dpace"}}),
         one("objective", "KL 0.5", training={"loss": {"kl_weight": 0.5}}),
-        one("optimizer", "Muon", training={"optimizer": {"learning_rate": 6e-4, "name": "muon"}}),
+        *(
+            one(
+                "optimizer", f"{said} {rate:g}", training={"optimizer": {"learning_rate": rate, "name": name}}
+            )
+            for said, name, rate in (
+                ("Muon", "muon", 6e-4),
+                ("Muon", "muon", 2e-3),
+                ("AdamW", "adamw", 1.5e-3),
+            )
+        ),
         one("taps", "3 taps", taps=(0, 2, 4)),
         one("attention", "4 sliding (128) + 1 full", drafter=sliding),
         *(
@@ -313,6 +323,7 @@ def train(
         "steps": bench.steps,
         "row_tokens": training.row_tokens,
         "anchors": training.anchors_per_row,
+        "optimizer": f"{training.optimizer.name} {training.optimizer.learning_rate:g}",
         "seconds": time.perf_counter() - began,
         "curve": curve,
     }
