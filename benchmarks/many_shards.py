@@ -260,6 +260,8 @@ def main() -> None:
     parser.add_argument("--per-child", type=int, default=250, help="shards of a child run; 0: no child runs")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it")
     args = parser.parse_args()
+    # A shell's background job ignores SIGINT, and so would the runs that are to be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="dflash-many-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
