@@ -32,10 +32,10 @@ GAUSSIAN_MEDIAN = 0.6744897501960817
 """Median of |x| of a standard normal variable."""
 
 
-def row_blocks(states_TD: Tensor, cpu_block: int = CPU_BLOCK) -> list[slice]:
+def row_blocks(states_TD: Tensor) -> list[slice]:
     """Cut [T, D] into blocks of rows: on the CPU small enough for its caches, elsewhere a single one."""
     tokens, width = states_TD.shape
-    rows = max(1, cpu_block // width) if states_TD.device.type == "cpu" else max(1, tokens)
+    rows = max(1, CPU_BLOCK // width) if states_TD.device.type == "cpu" else max(1, tokens)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 

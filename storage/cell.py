@@ -81,11 +81,6 @@ class CellHeader:
         return *symbols[self.layout], ("position", 4 * self.outliers), ("outlier", 2 * self.outliers)
 
     @property
-    def token_arrays(self) -> tuple[str, ...]:
-        """Names of the arrays that hold so much a token, and can be cut where tokens end."""
-        return tuple(name for name, _ in self.arrays if name not in ("base", "position", "outlier"))
-
-    @property
     def offsets(self) -> dict[str, tuple[int, int]]:
         """Array name -> first byte in the payload, and its size."""
         offsets, at = {}, 0
@@ -152,7 +147,7 @@ def open_cell(cell: bytes | memoryview) -> Cell:
     fixed = HEADER.size + count * SECTION.size
     if len(cell) < fixed + CRC.size or CRC.unpack_from(cell, fixed)[0] != zlib.crc32(cell[:fixed]):
         raise CodecError("the header of a cell is damaged: its checksum does not fit")
-    if kind not in list(Kind) or layout not in list(Layout):
+    if kind >= len(Kind) or layout >= len(Layout):
         raise CodecError(f"a cell of kind {kind}, layout {layout} was written by a newer version")
     header = CellHeader(
         kind=Kind(kind), layout=Layout(layout), tokens=tokens, width=width, outliers=outliers, step=step

@@ -122,17 +122,21 @@ class Symbols:
 
     def array(self, name: str) -> Tensor:
         """One array of the payload as docs/codec.md describes it; a view."""
-        start, size = self.header.offsets[name]
+        return self._array(name, *self.header.offsets[name])
+
+    def _array(self, name: str, start: int, size: int) -> Tensor:
         flat = self.payload[start : start + size].view(_DTYPES.get(name, torch.uint8))
         per_value = name not in ("base", "token_scale", "position", "outlier")
         return flat.view(self.header.tokens, -1) if per_value and size else flat
 
     def arrays(self, tokens: slice) -> dict[str, Tensor]:
         """What `Codec.decode_arrays` needs to decode these tokens; views."""
-        arrays = {name: self.array(name)[tokens] for name in self.header.token_arrays}
-        if self.header.kind == Kind.LOSSLESS:
-            arrays["base"] = self.array("base")
-        return arrays
+        arrays = {
+            name: self._array(name, *place)
+            for name, place in self.header.offsets.items()
+            if name not in ("position", "outlier")
+        }
+        return {name: array if name == "base" else array[tokens] for name, array in arrays.items()}
 
 
 _DTYPES = {
@@ -220,11 +224,14 @@ class Codec:
         step_D = None
         if self.kind == Kind.TOLERANCE:
             step_D = channel_steps(scale_D, header.width, header.step)
+        if not header.tokens:
+            return
         arrays = symbols.arrays(slice(None))
-        block_values = quantise.JOIN_BLOCK if self.kind == Kind.LOSSLESS else quantise.DECODE_BLOCK
-        for rows in quantise.row_blocks(out_TD, block_values):
-            block = {name: array if name == "base" else array[rows] for name, array in arrays.items()}
-            self.decode_arrays(block, step_D, out_TD[rows])
+        shared = {"base": arrays.pop("base")} if self.kind == Kind.LOSSLESS else {}
+        rows = self._rows_at_once(out_TD)
+        blocks = zip(*(array.split(rows) for array in (out_TD, *arrays.values())), strict=True)
+        for out_BD, *block in blocks:
+            self.decode_arrays(dict(zip(arrays, block, strict=True)) | shared, step_D, out_BD)
         if header.outliers:
             quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)
 
@@ -310,6 +317,15 @@ class Codec:
             low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=-1)[..., :width]
             high_TD = arrays["high"].to(torch.int16)
             quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
+
+    def _rows_at_once(self, out_TD: Tensor) -> int:
+        """Rows that are decoded together: on the CPU as many as its caches hold, elsewhere all."""
+        if out_TD.device.type != "cpu":
+            return len(out_TD)
+        values = quantise.JOIN_BLOCK if self.kind == Kind.LOSSLESS else quantise.DECODE_BLOCK
+        if self.layout == Layout.NIBBLES:  # worked on half by half
+            values *= 2
+        return max(1, values // out_TD.shape[1])
 
     def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
         """Decode some rows of a cell, outliers left out."""
