@@ -278,6 +278,8 @@ def fed_by(reader: RowReader) -> Iterator[Callable[[], Tensor]]:
     with reader:
         for _ in range(2):
             next(reader)
+        while reader._ready.empty():  # the first step must not wait for the reader's start
+            time.sleep(0.01)
         yield lambda: next(reader)[1]
 
 
