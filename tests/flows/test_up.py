@@ -133,7 +133,7 @@ class Up:
                 over = state["type"] in ("COMPLETED", "FAILED", "CRASHED") and state["id"] != before
                 return str(state["type"]) if over else None
 
-            if wait_for("the end of the retry", ended) == "COMPLETED":
+            if wait_for("the end of the retry", ended, 400) == "COMPLETED":
                 return
         raise AssertionError(self.run(run)["state"])
 
