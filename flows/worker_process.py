@@ -95,16 +95,24 @@ class _Process:
         return inbox
 
     def close_inbox(self, job_id: int) -> None:
+        """Stop collecting for a job; what came after its answer and belongs to none goes to another."""
         with self._lock:
-            self._inboxes.pop(job_id, None)
+            inbox = self._inboxes.pop(job_id, None)
+            while inbox is not None and not inbox.empty():
+                message = inbox.get()
+                if "id" not in message and message["kind"] != "exit":
+                    self._sort(message)
 
     def _deliver(self, message: Message) -> None:
         with self._lock:
-            inbox = self._inboxes.get(message.get("id", -1)) or next(iter(self._inboxes.values()), None)
-            if inbox is None:
-                self._unheard.append(message)
-            else:
-                inbox.put(message)
+            self._sort(message)
+
+    def _sort(self, message: Message) -> None:
+        inbox = self._inboxes.get(message.get("id", -1)) or next(iter(self._inboxes.values()), None)
+        if inbox is None:
+            self._unheard.append(message)
+        else:
+            inbox.put(message)
 
     def _read_stdout(self) -> None:
         assert self._popen.stdout is not None

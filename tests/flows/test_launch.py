@@ -40,18 +40,36 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
+def listen_until(words: str, workers: WorkerPool, heard: list[dict[str, Any]], seconds: float = 20.0) -> None:
+    """Run jobs until a worker has printed these words, which may arrive after the job's answer."""
+    end = time.monotonic() + seconds
+    while not any(m["kind"] == "stderr" and words in m["text"] for m in heard):
+        assert time.monotonic() < end, f"never heard: {words}"
+        workers.run({"name": "listen"}, heard.append)
+
+
 def test_a_worker_lives_from_job_to_job_and_its_words_arrive() -> None:
     heard: list[dict[str, Any]] = []
     with pool(("3,4",)) as workers:
         first, worker = workers.run({"name": 1}, heard.append)
         second, _ = workers.run({"name": 2}, heard.append)
-        while not any(m["kind"] == "stderr" and "noise on stdout" in m["text"] for m in heard):
-            workers.run({"name": 3}, heard.append)  # what is printed may arrive after the job's answer
+        listen_until("noise on stdout", workers, heard)
     assert (first["name"], second["name"]) == (1, 2)
     assert first["pid"] == second["pid"] and worker.starts == 1
     assert first["gpus"] == "3,4"
     assert {"kind": "log", "level": "INFO", "text": "job 1"} in heard
     wait_until_gone(first["pid"])
+
+
+def test_words_that_come_after_the_answer_are_heard_with_the_next_job() -> None:
+    heard: list[dict[str, Any]] = []
+
+    def slowly(message: dict[str, Any]) -> None:
+        time.sleep(0.5)  # the answer and the words after it wait together
+
+    with pool() as workers:
+        workers.run({"name": 1, "afterwards": "late words"}, slowly)
+        listen_until("late words", workers, heard)
 
 
 def test_a_killed_worker_is_replaced_and_says_its_last_words() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
         for step in range(job.get("steps", 1)):
             channel.say("progress", step=step)
             time.sleep(job.get("seconds", 0.0))
+        if "afterwards" in job:
+            threading.Timer(0.1, print, [job["afterwards"]]).start()
         result = {"name": job["name"], "pid": os.getpid(), "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}
         if "finish_s" not in job:
             return result
