@@ -42,6 +42,7 @@ import torch
 
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
+from flows.up import answers
 from storage.dataset import Dataset
 from tests.tiny import MASK_TOKEN_ID, write_tiny_target
 
@@ -82,13 +83,6 @@ def prefect_server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]
     finally:
         server.terminate()
         server.wait(60)
-
-
-def answers(api: str) -> bool:
-    try:
-        return httpx.get(f"{api}/health", timeout=10).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def wait(look: Callable[[], bool], seconds: float) -> float:

@@ -222,40 +222,30 @@ def show_progress(done: int, total: int | None) -> None:
 def prefect_server() -> Iterator[None]:
     """Decide which Prefect server the runs in this block speak to.
 
-    A server that is configured and answers is used, else Prefect starts one of its own for as long as needed.
+    A server that is configured and answers is used, else one is started for as long as needed.
     """
-    from flows.up import SERVER_RETRIES
+    from flows.up import SERVER_RETRIES, answers, temporary_server
 
-    # On a busy machine the first start, which creates the database, takes longer than Prefect's default.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", str(SERVER_RETRIES))
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
     from flows.run_log import keep_last_words_for_the_command
 
     keep_last_words_for_the_command()
     url = PREFECT_API_URL.value()
-    if not url or answers(url):
+    if url and answers(url):
         yield
         return
     if "PREFECT_API_URL" in os.environ:
         raise UserError(f"no Prefect server answers at {url}: start it, or unset PREFECT_API_URL")
+    where = f"at {url}" if url else "configured"
     typer.echo(
-        f"no Prefect server at {url}: using a temporary one (`dflash up` starts a lasting one)", err=True
+        f"no Prefect server {where}: using a temporary one (`dflash up` starts a lasting one)", err=True
     )
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+    log = PREFECT_HOME.value() / "temporary-server.log"
+    with temporary_server(log) as api, temporary_settings({PREFECT_API_URL: api}):
         yield
-
-
-def answers(url: str) -> bool:
-    """Whether a Prefect API is there."""
-    import httpx
-
-    try:
-        return httpx.get(f"{url}/health", timeout=3).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def finish(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""`dflash up` and `dflash join`: a Prefect server with a worker, or a worker for a server that is there."""
+"""Prefect servers: `dflash up` with a worker, `dflash join` to work for another, one for a single command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def up(host: str, port: int, limit: int, logs: Path) -> None:
     not start.
     """
     url = f"http://{host}:{port}"
-    if _answers(url):
+    if answers(f"{url}/api"):
         raise UserError(f"something answers at {url} already; choose another --port, or use `dflash join`")
     logs.mkdir(parents=True, exist_ok=True)
     environment = _environment(f"{url}/api")
@@ -67,11 +67,44 @@ def join(limit: int, healthcheck: bool) -> None:
     from prefect.settings import PREFECT_API_URL
 
     api = PREFECT_API_URL.value()
-    if not api or not _answers(api.removesuffix("/api")):
+    if not api or not answers(api):
         raise UserError(f"no Prefect server answers at {api}; set PREFECT_API_URL, or start one: dflash up")
     environment = _environment(api)
     with _until_stopped():
         _work(environment, limit, {}, lambda: typer.echo(f"working for {api}; Ctrl-C stops"), healthcheck)
+
+
+@contextlib.contextmanager
+def temporary_server(log: Path) -> Iterator[str]:
+    """Run a server without a UI for as long as the block lasts; yields the address of its API.
+
+    Unlike the temporary server of Prefect's own it is out of Ctrl-C's reach, and SIGTERM ends the block as
+    Ctrl-C does: it is there to be told how the runs ended. Raises UserError when it does not start.
+    """
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--no-ui", "--no-scheduler", "--no-late-runs"]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with _process(command, _environment(f"{url}/api"), log) as server:
+            _wait_for_server(url, server, log)
+            try:
+                yield f"{url}/api"
+            finally:
+                _send_last_words()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _send_last_words() -> None:
+    """Have logs and events that still wait reach the server; Prefect itself would do so too late."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for waiting in (APILogWorker, EventsWorker):
+        waiting.drain_all(timeout=STOP_S)
 
 
 def _work(
@@ -241,7 +274,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + SERVER_START_S
-    while not _answers(url):
+    while not answers(f"{url}/api"):
         if server.poll() is not None:
             raise UserError(
                 f"the Prefect server ended with code {server.returncode}:\n{log.read_text()[-2000:]}"
@@ -251,9 +284,10 @@ def _wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path) -> No
         time.sleep(0.5)
 
 
-def _answers(url: str) -> bool:
+def answers(api: str) -> bool:
+    """Whether a Prefect API is there, such as http://127.0.0.1:4200/api."""
     try:
-        return httpx.get(f"{url}/api/health", timeout=5).status_code == httpx.codes.OK
+        return httpx.get(f"{api}/health", timeout=5).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 
