@@ -86,6 +86,18 @@ class TrainingConfig(Config):
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.compute_dtype == "bfloat16" else torch.float32
 
+    def compiles_on(self, device: str) -> bool:
+        """Whether the drafter's regions are compiled on devices of this kind, "cuda" or "cpu".
+
+        Raises UserError where that would leave attention unfused.
+        """
+        if self.compile is False and device == "cuda":
+            raise UserError(
+                "training.compile: false would run attention unfused on a GPU, all its scores in memory; "
+                "leave it out, or train on the CPU"
+            )
+        return self.compile if self.compile is not None else device == "cuda"
+
 
 WITHOUT_INFLUENCE = frozenset(
     {

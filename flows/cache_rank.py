@@ -63,8 +63,7 @@ def random_tensors(
 
     Raises UserError when the configuration compiles nothing.
     """
-    on_gpu = world.device.type == "cuda"
-    if training.compile is False or (training.compile is None and not on_gpu):
+    if not training.compiles_on(world.device.type):
         raise UserError("this training configuration compiles nothing here: set training.compile to true")
     with world.device:
         drafter = Drafter(config, training.dtype)

@@ -194,8 +194,7 @@ def overfit_one_sample(
 def _compile_session(
     config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, gpus: tuple[str, ...], ranks: int
 ) -> Iterator[CompileSession | None]:
-    compiles = config.training.compile if config.training.compile is not None else bool(gpus)
-    if config.cache is None or not compiles:
+    if not config.training.compiles_on("cuda" if gpus else "cpu") or config.cache is None:
         yield None
         return
     store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
@@ -278,8 +277,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def output_folder(config: TrainConfig) -> Iterator[Path]:
     """Give a local folder whose files are below `config.output` once the block has ended, however."""
     store = open_store(config.output)
-    if store.uri.startswith("file://"):
-        folder = Path(store.uri.removeprefix("file://"))
+    if (folder := _local_folder(store)) is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -297,10 +295,14 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def _local_folder(store: Store) -> Path | None:
+    return Path(store.uri.removeprefix("file://")) if store.uri.startswith("file://") else None
+
+
 def _keep_metrics(config: TrainConfig, folder: Path) -> None:
     """Put the metrics beside the checkpoints now: a run that is killed has no later chance."""
     store = open_store(config.output)
-    if store.uri.startswith("file://"):
+    if _local_folder(store) is not None:
         return
     try:
         store.put_file(METRICS_FILE, folder / METRICS_FILE, overwrite=True)

@@ -76,7 +76,7 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
     dataset.manifest()
     data = TrainingData(dataset, job.drafter, training, world)
     watch.mark("data set")
-    if uses_compiler(training, world.device.type):
+    if training.compiles_on(world.device.type):
         watch.start()
         watch.mark("waiting for the compiler's modules")
     trainer = make_trainer(*tensors, training, data.total_steps(), world)
@@ -130,7 +130,7 @@ class TrainLoop:
         self._said_fast = self._validated = False
         self._read_at = trainer.optimizer_step
         self._places: dict[int, StepPlace] = {}
-        self._compiled = uses_compiler(self._config, self._world.device.type)
+        self._compiled = self._config.compiles_on(self._world.device.type)
 
     def run(self, place: StepPlace) -> bool:
         """Take all steps that are left; False when a rank was asked to stop before the end."""
@@ -337,24 +337,11 @@ def make_trainer(
     world: World,
 ) -> Trainer:
     """Return a trainer of these weights, the drafter's regions compiled where they are to be."""
-    if uses_compiler(training, world.device.type):
+    if training.compiles_on(world.device.type):
         drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
     elif training.checkpoint_layers:
         drafter.checkpoint_layers()
     return Trainer(drafter, embedding_VD, head_VD, training, total_steps=total_steps, world=world)
-
-
-def uses_compiler(training: TrainingConfig, device: str) -> bool:
-    """Whether the drafter's regions are compiled on devices of this kind, "cuda" or "cpu".
-
-    Raises UserError where that would leave attention unfused.
-    """
-    if training.compile is False and device == "cuda":
-        raise UserError(
-            "training.compile: false would run attention unfused on a GPU, with all its scores in memory; "
-            "leave it out, or train on the CPU"
-        )
-    return training.compile if training.compile is not None else device == "cuda"
 
 
 def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
@@ -413,7 +400,7 @@ def main() -> None:
     watch = Watch.from_environment()
     watch.mark("python, torch and our modules")
     world = join_world()  # looks at torch._dynamo if it is there, and must not see half of it
-    if uses_compiler(job.config.training, world.device.type):
+    if job.config.training.compiles_on(world.device.type):
         watch.load_compiler()
     start_device(world.device)
     watch.mark("device")

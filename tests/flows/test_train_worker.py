@@ -25,7 +25,7 @@ from dflash_core.training import NonFiniteError, TrainingConfig
 from flows.config import TrainConfig
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
-from flows.train_worker import TrainJob, identity_of, load_weights, train, uses_compiler
+from flows.train_worker import TrainJob, identity_of, load_weights, train
 from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset, open_dataset
 from storage.objects import open_store
@@ -220,10 +220,10 @@ def test_a_run_may_start_from_an_exported_drafter(
 
 
 def test_uncompiled_training_is_refused_on_a_gpu() -> None:
-    assert uses_compiler(TrainingConfig(), "cuda") and not uses_compiler(TrainingConfig(), "cpu")
-    assert not uses_compiler(TrainingConfig(compile=False), "cpu")
+    assert TrainingConfig().compiles_on("cuda") and not TrainingConfig().compiles_on("cpu")
+    assert not TrainingConfig(compile=False).compiles_on("cpu")
     with pytest.raises(UserError, match="unfused"):
-        uses_compiler(TrainingConfig(compile=False), "cuda")
+        TrainingConfig(compile=False).compiles_on("cuda")
 
 
 def test_another_configuration_is_refused(whole: TrainJob, dataset: Dataset, target: str) -> None:
