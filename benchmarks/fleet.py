@@ -18,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from dflash_core.records import Sample
 from dflash_core.target import TargetConfig, default_tap_ids, describe_target
 from flows.config import ExtractConfig
 from flows.extract_steps import ShardRunner, open_pool
-from flows.launch import Message
+from flows.launch import JobError, Message, WorkerPool
 from storage.dataset import Dataset, DatasetSpec, create_dataset
 from storage.objects import open_store
 from tests.tiny import tiny_tokenizer
@@ -82,67 +84,103 @@ def chats(tokens: int, seed: int) -> list[Sample]:
     return samples
 
 
-def plan(arguments: argparse.Namespace, target: TargetConfig, workers: int, store: Path) -> Dataset:
-    """Plan a data set with work for so many workers."""
-    spec, capture = describe_target(target)
-    shards = workers * (arguments.shards_per_gpu + WARM_SHARDS)
-    dataset_spec = DatasetSpec(
-        target=spec,
-        capture=capture,
-        codec=arguments.codec,
-        input_sha256="0" * 64,
-        shard_tokens=arguments.shard_tokens,
-    )
-    samples = chats(shards * arguments.shard_tokens, workers)
-    return create_dataset(open_store(str(store)), f"fleet-{workers}", dataset_spec, samples)
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What the workers do, and where the shards go."""
 
+    target: TargetConfig
+    store: Path
+    codec: str
+    shard_tokens: int
+    threads: int
+    """Entropy coders of one worker."""
 
-def measure(arguments: argparse.Namespace, target: TargetConfig, gpus: int, store: Path) -> dict[str, Any]:
-    """Run one fleet and time it."""
-    slots = tuple(str(i) for i in range(gpus)) or ("cpu",)
-    dataset = plan(arguments, target, len(slots), store)
-    config = ExtractConfig.model_validate(
-        {
-            "store": str(store),
-            "chats": ["none"],
-            "target": target.model_dump(),
-            "codec": arguments.codec,
-            "workers": {"slots": slots, "writer": {"threads": arguments.threads, "pending_bytes": 2 << 30}},
+    def plan(self, name: str, shards: int, seed: int) -> Dataset:
+        """Plan a data set of so many shards; the same arguments give the same plan."""
+        spec, capture = describe_target(self.target)
+        dataset_spec = DatasetSpec(
+            target=spec,
+            capture=capture,
+            codec=self.codec,
+            input_sha256="0" * 64,
+            shard_tokens=self.shard_tokens,
+        )
+        samples = chats(shards * self.shard_tokens, seed)
+        return create_dataset(open_store(str(self.store)), name, dataset_spec, samples)
+
+    def extract(
+        self, dataset: Dataset, slots: Sequence[str], warmed: Callable[[WorkerPool], Any] = lambda _: None
+    ) -> tuple[dict[str, Any], tuple[float, float]]:
+        """Extract it, and time all but the first shards of each worker; `warmed` is called after those.
+
+        Returns the figures, and when the timed part began and ended.
+        """
+        tokens = {planned.shard: planned.tokens for planned in dataset.plan.shards}
+        shards = sorted(tokens)
+        first, timed = shards[: WARM_SHARDS * len(slots)], shards[WARM_SHARDS * len(slots) :]
+        with (
+            open_pool(self._configuration(slots), dataset) as pool,
+            ThreadPoolExecutor(pool.capacity) as threads,
+        ):
+            runner = ShardRunner(pool, redo=False)
+            started = time.monotonic()
+            runner.prepare(tell, len(shards))
+            list(threads.map(lambda shard: attempt(runner, shard), first))
+            warm_up = time.monotonic() - started
+            warmed(pool)
+            began = time.monotonic()
+            with HostWatch() as host:
+                results = list(threads.map(lambda shard: attempt(runner, shard), timed))
+            seconds = time.monotonic() - began
+        done = sum(tokens[shard] for shard in timed)
+        figures = {
+            "gpus": sum(slot != "cpu" for slot in slots),
+            "codec": self.codec,
+            "tokens": done,
+            "seconds": round(seconds, 2),
+            "tokens_per_second": round(done / seconds, 1),
+            "tokens_per_second_per_worker": round(done / seconds / len(slots), 1),
+            "capturing_share": round(sum(r["seconds"] for r in results) / (seconds * len(slots)), 4),
+            "encoded_mb_per_second": round(sum(r["bytes"] for r in results) / seconds / 1e6, 1),
+            "warm_up_seconds": round(warm_up, 1),
+            "workers_started": sum(worker.starts for worker in pool.workers),
+            "budgets": sorted({result.get("token_budget", 0) for result in results}),
+            **host.summary(),
         }
-    )
-    tokens = {planned.shard: planned.tokens for planned in dataset.plan.shards}
-    shards = sorted(tokens)
-    warm, timed = shards[: WARM_SHARDS * len(slots)], shards[WARM_SHARDS * len(slots) :]
-    with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
-        runner = ShardRunner(pool, redo=False)
-        began = time.monotonic()
-        runner.prepare(tell, len(shards))
-        list(threads.map(lambda shard: runner.attempt(shard, tell), warm))
-        started = time.monotonic()
-        with HostWatch() as host:
-            results = list(threads.map(lambda shard: runner.attempt(shard, tell), timed))
-        seconds = time.monotonic() - started
-    return {
-        "shape": arguments.shape,
-        "gpus": gpus,
-        "codec": arguments.codec,
-        "tokens": sum(tokens[shard] for shard in timed),
-        "seconds": round(seconds, 2),
-        "tokens_per_second": round(sum(tokens[shard] for shard in timed) / seconds, 1),
-        "mb_per_second": round(sum(result["bytes"] for result in results) / seconds / 1e6, 1),
-        "warm_up_seconds": round(started - began, 1),
-        "budgets": sorted({result.get("token_budget", 0) for result in results}),
-        **host.summary(),
-    }
+        return figures, (began, began + seconds)
+
+    def _configuration(self, slots: Sequence[str]) -> ExtractConfig:
+        workers = {"slots": tuple(slots), "writer": {"threads": self.threads, "pending_bytes": 2 << 30}}
+        return ExtractConfig.model_validate(
+            {
+                "store": str(self.store),
+                "chats": ["none"],
+                "target": self.target.model_dump(),
+                "codec": self.codec,
+                "workers": workers,
+            }
+        )
+
+
+def attempt(runner: ShardRunner, shard: int) -> Message:
+    """Try a shard until it succeeds, as the flow does, at most three times."""
+    for left in (2, 1, 0):
+        try:
+            return runner.attempt(shard, tell)
+        except JobError as error:
+            print(f"shard {shard}: {error}", file=sys.stderr, flush=True)
+            if not left:
+                raise
+    raise AssertionError
 
 
 class HostWatch:
-    """Samples how busy the host's CPUs are and how much memory is in use, from /proc."""
+    """Samples how busy the host's CPUs and disks are and how much memory is in use, from /proc."""
 
     def __enter__(self) -> HostWatch:
         self._stop = threading.Event()
         self._used_gib: list[float] = []
-        self._before = self._cpu()
+        self._before, self._disk = self._cpu(), disk_bytes()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -152,7 +190,7 @@ class HostWatch:
         self._stop.set()
         self._thread.join()
         self._seconds = time.monotonic() - self._began
-        self._busy = self._cpu() - self._before
+        self._busy, self._written = self._cpu() - self._before, disk_bytes() - self._disk
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
@@ -167,11 +205,22 @@ class HostWatch:
         return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
 
     def summary(self) -> dict[str, float]:
-        """Cores that were busy on average, and the most memory in use."""
+        """Cores that were busy on average, what was written to disks, and the most memory in use."""
         return {
+            "disk_mb_per_second": round(self._written / self._seconds / 1e6, 1),
             "busy_cores": round(self._busy / self._seconds, 2),
             "host_memory_gib": round(max(self._used_gib, default=0.0), 1),
         }
+
+
+def disk_bytes() -> int:
+    """Bytes written by all processes to block devices so far."""
+    total = 0
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        fields = line.split()
+        if Path(f"/sys/block/{fields[2]}").exists() and not fields[2].startswith(("loop", "ram")):
+            total += int(fields[9]) * 512
+    return total
 
 
 def tell(message: Message) -> None:
@@ -202,12 +251,21 @@ def main() -> None:
     alone: float | None = None
     try:
         for gpus in map(int, arguments.gpus.split(",")):
-            store = folder / f"store-{gpus}"
-            result = measure(arguments, target, gpus, store)
-            shutil.rmtree(store)
-            each = result["tokens_per_second"] / max(gpus, 1)
+            slots = tuple(str(i) for i in range(gpus)) or ("cpu",)
+            fleet = Fleet(
+                target=target,
+                store=folder / f"store-{gpus}",
+                codec=arguments.codec,
+                shard_tokens=arguments.shard_tokens,
+                threads=arguments.threads,
+            )
+            shards = len(slots) * (arguments.shards_per_gpu + WARM_SHARDS)
+            figures, _ = fleet.extract(fleet.plan(f"fleet-{gpus}", shards, seed=gpus), slots)
+            shutil.rmtree(fleet.store)
+            each = figures["tokens_per_second_per_worker"]
             alone = alone or each
-            print(json.dumps({**result, "efficiency": round(each / alone, 4)}), flush=True)
+            result = {"shape": arguments.shape, **figures, "efficiency": round(each / alone, 4)}
+            print(json.dumps(result), flush=True)
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder)

@@ -34,19 +34,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.fleet import HostWatch, chats, tell, write_target
-from dflash_core.target import TargetConfig, describe_target
-from flows.config import ExtractConfig, TrainConfig
-from flows.extract_steps import ShardRunner, open_pool
-from flows.launch import JobError, Message
+from benchmarks.fleet import WARM_SHARDS, Fleet, chats, write_target
+from dflash_core.target import TargetConfig
+from flows.config import TrainConfig
+from flows.launch import Message, WorkerPool
 from flows.train_steps import TrainingLog, open_training_data, train
-from storage.dataset import Dataset, DatasetSpec, create_dataset
-from storage.objects import open_store
+from storage.dataset import Dataset
 
 PHASES = ("one", "extract", "kill", "single", "train", "both", "hours")
 SAMPLES, EPOCHS = 902_000, 6
 """Size of the training run that online figures are known of."""
-WARM_SHARDS = 2
 DRAFTERS: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {
         "drafter": {
@@ -99,7 +96,6 @@ class Topology:
         if not (path / "config.json").exists():
             self.say("target", seconds=timed(lambda: write_target(arguments.shape, path)))
         self.target = TargetConfig(path=str(path), mask_token=319, batch_tokens=arguments.batch_tokens)
-        self.spec, self.capture = describe_target(self.target)
 
     def say(self, phase: str, **found: Any) -> None:
         """Keep and print the findings of a phase."""
@@ -107,84 +103,24 @@ class Topology:
         self.found[phase] = rounded
         print(json.dumps({"phase": phase, "shape": self.arguments.shape, **rounded}), flush=True)
 
-    def plan(self, name: str, shards: int) -> Dataset:
-        """Plan a data set of so many shards; the same name and number give the same plan."""
-        spec = DatasetSpec(
-            target=self.spec,
-            capture=self.capture,
-            codec=self.arguments.codec,
-            input_sha256="0" * 64,
-            shard_tokens=self.arguments.shard_tokens,
-        )
-        samples = chats(shards * self.arguments.shard_tokens, seed=1)
-        return create_dataset(open_store(str(self.folder / name)), "topology", spec, samples)
-
     def extract(
-        self,
-        phase: str,
-        slots: Sequence[str],
-        *,
-        kill: bool = False,
-        started: Callable[[], Any] | None = None,
+        self, phase: str, slots: Sequence[str], warmed: Callable[[WorkerPool], Any] = lambda _: None
     ) -> Dataset:
         """Extract a fresh data set on these GPUs and time all but the first shards of each worker."""
         arguments = self.arguments
-        dataset = self.plan(phase, (arguments.shards_per_gpu + WARM_SHARDS) * len(arguments.extract))
-        config = self.extract_config(dataset, slots)
-        tokens = {planned.shard: planned.tokens for planned in dataset.plan.shards}
-        shards = sorted(tokens)
-        warm, timed_shards = shards[: WARM_SHARDS * len(slots)], shards[WARM_SHARDS * len(slots) :]
-        with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
-            runner = ShardRunner(pool, redo=False)
-            warmed = timed(lambda: self._warm(runner, threads, warm, len(shards)))
-            if started is not None:
-                started()
-            if kill:
-                victim = next(pid for worker in pool.workers if (pid := worker.pid) is not None)
-                threading.Timer(arguments.kill_after, os.kill, (victim, signal.SIGKILL)).start()
-            disk, began = disk_bytes(), time.monotonic()
-            with HostWatch() as host:
-                results = list(threads.map(lambda shard: attempt(runner, shard), timed_shards))
-            seconds = time.monotonic() - began
-        self.timed = (began, began + seconds)
+        fleet = Fleet(
+            target=self.target,
+            store=self.folder / phase,
+            codec=arguments.codec,
+            shard_tokens=arguments.shard_tokens,
+            threads=arguments.threads,
+        )
+        shards = (arguments.shards_per_gpu + WARM_SHARDS) * len(arguments.extract)
+        dataset = fleet.plan("topology", shards, seed=1)
+        figures, self.timed = fleet.extract(dataset, slots, warmed)
         dataset.seal()
-        done = sum(tokens[shard] for shard in timed_shards)
-        busy = sum(result["seconds"] for result in results)
-        self.say(
-            phase,
-            gpus=len(slots),
-            tokens=done,
-            seconds=seconds,
-            tokens_per_second=done / seconds,
-            tokens_per_second_per_gpu=done / seconds / len(slots),
-            capturing_share=busy / (seconds * len(slots)),
-            encoded_mb_per_second=sum(result["bytes"] for result in results) / seconds / 1e6,
-            disk_mb_per_second=(disk_bytes() - disk) / seconds / 1e6,
-            warm_up_seconds=warmed,
-            workers_started=sum(worker.starts for worker in pool.workers),
-            **host.summary(),
-        )
+        self.say(phase, **figures)
         return dataset
-
-    def _warm(
-        self, runner: ShardRunner, threads: ThreadPoolExecutor, shards: Sequence[int], total: int
-    ) -> None:
-        runner.prepare(tell, total)
-        list(threads.map(lambda shard: attempt(runner, shard), shards))
-
-    def extract_config(self, dataset: Dataset, slots: Sequence[str]) -> ExtractConfig:
-        return ExtractConfig.model_validate(
-            {
-                "store": dataset.uri.rpartition("/")[0],
-                "chats": ["none"],
-                "target": self.target.model_dump(),
-                "codec": self.arguments.codec,
-                "workers": {
-                    "slots": tuple(slots),
-                    "writer": {"threads": self.arguments.threads, "pending_bytes": 2 << 30},
-                },
-            }
-        )
 
     def train(
         self, phase: str, dataset: Dataset, gpus: Sequence[str], running: threading.Event | None = None
@@ -260,7 +196,7 @@ class Topology:
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(self.train, "both: train", dataset, self.arguments.train, running)
             training.add_done_callback(lambda _: running.set())
-            self.extract("both: extract", self.arguments.extract, started=running.wait)
+            self.extract("both: extract", self.arguments.extract, lambda _: running.wait())
             training.result()
         for part, alone in (("both: extract", "extract"), ("both: train", "train")):
             if alone in self.found:
@@ -289,31 +225,9 @@ class Topology:
         )
 
 
-def attempt(runner: ShardRunner, shard: int) -> Message:
-    """Try a shard until it succeeds, as the flow does, at most three times."""
-    for left in (2, 1, 0):
-        try:
-            return runner.attempt(shard, tell)
-        except JobError as error:
-            print(f"shard {shard}: {error}", file=sys.stderr, flush=True)
-            if not left:
-                raise
-    raise AssertionError
-
-
 def objects(dataset: Dataset) -> dict[int, str]:
     """Name of each shard's object, which carries its hash."""
     return {shard: record.object for shard, record in dataset.records().items()}
-
-
-def disk_bytes() -> int:
-    """Bytes written by all processes to block devices so far."""
-    total = 0
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        fields = line.split()
-        if Path(f"/sys/block/{fields[2]}").exists() and not fields[2].startswith(("loop", "ram")):
-            total += int(fields[9]) * 512
-    return total
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -348,8 +262,12 @@ def main() -> None:
     bench = Topology(arguments, folder)
     data: dict[str, Dataset] = {}
 
+    def kill_soon(pool: WorkerPool) -> None:
+        victim = next(pid for worker in pool.workers if (pid := worker.pid) is not None)
+        threading.Timer(arguments.kill_after, os.kill, (victim, signal.SIGKILL)).start()
+
     def kill() -> None:
-        again = bench.extract("kill", arguments.extract, kill=True)
+        again = bench.extract("kill", arguments.extract, kill_soon)
         bench.say("kill: objects", identical=objects(again) == objects(data["extract"]))
 
     runs: dict[str, Callable[[], None]] = {
