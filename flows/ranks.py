@@ -48,14 +48,15 @@ def run_ranks(
     """Run `python -m module arguments` on `ranks` processes of this host and return when all have ended well.
 
     `gpus` names the devices, one a rank; none means CPU. Each rank sees its GPU as device 0, so that what it
-    compiles can be used by all. A rank says things by printing JSON objects with a "kind", one a line; all
-    other lines arrive as {"kind": "stderr", "text": ...}. Raises UserError when a rank's error message says
-    so, RanksFailed otherwise. Whatever ends this call, an exception from outside included, ends the ranks;
-    they have `shutdown_s` after SIGTERM to write what they must not lose.
+    compiles can be used by all. `environment` counts more than what is set here. A rank says things by
+    printing JSON objects with a "kind", one a line; all other lines arrive as {"kind": "stderr",
+    "text": ...}. Raises UserError when a rank's error message says so, RanksFailed otherwise. Whatever ends
+    this call, an exception from outside included, ends the ranks; they have `shutdown_s` after SIGTERM to
+    write what they must not lose.
     """
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
-    env = {**os.environ, **(environment or {}), **rank_environment(gpus, ranks), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **rank_environment(gpus, ranks), **(environment or {}), "PYTHONUNBUFFERED": "1"}
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(shutdown_s)
     command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
     command += [*(["--virtual-local-rank"] if gpus else []), "-m", module, *arguments]

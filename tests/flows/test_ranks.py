@@ -27,6 +27,12 @@ def test_ranks_speak_and_end() -> None:
     assert [(m["rank"], m["world"]) for m in hellos(heard)] == [(0, "2"), (1, "2")]
 
 
+def test_the_callers_environment_counts() -> None:
+    heard: list[dict[str, Any]] = []
+    run_ranks(TOY, ["fine"], ranks=1, environment={"OMP_NUM_THREADS": "77"}, on_message=heard.append)
+    assert hellos(heard)[0]["threads"] == "77"
+
+
 def test_the_first_ranks_error_is_the_error_and_ends_the_others() -> None:
     heard: list[dict[str, Any]] = []
     with pytest.raises(RanksFailed, match=r"(?s)rank 1: RuntimeError: it broke.*Traceback"):

@@ -12,7 +12,13 @@ from flows.ranks import say, serve_rank
 
 def main() -> None:
     rank, fault = int(os.environ["RANK"]), sys.argv[1]
-    say("hello", rank=rank, pid=os.getpid(), world=os.environ["WORLD_SIZE"])
+    say(
+        "hello",
+        rank=rank,
+        pid=os.getpid(),
+        world=os.environ["WORLD_SIZE"],
+        threads=os.environ["OMP_NUM_THREADS"],
+    )
     if rank == 1 and fault == "user":
         raise UserError("mend this")
     if rank == 1 and fault == "error":
