@@ -42,6 +42,8 @@ TORCH_KEY_VARIABLE = "DFLASH_COMPILE_TORCH_KEY"
 COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 KERNEL_SUFFIXES = (".so", ".o", ".cubin", ".hsaco", ".best_config")
 """Files that a compiler or an autotuner leaves behind; a start from a complete cache adds none."""
+NOTABLE_S = 0.05
+"""Shorter phases of the compiler are not reported."""
 
 FIXED_VARIABLES = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -107,7 +109,7 @@ class CompileReport(Config):
     parts: dict[str, float] = Field(default_factory=dict)
     """Where the seconds since the start of the process went, in order, as told with `Watch.mark`."""
     compiler: dict[str, float] = Field(default_factory=dict)
-    """Seconds of the compiler's phases by torch's own clock, those above 50 ms; they lie in each other."""
+    """Seconds of the compiler's notable phases by torch's own clock; they lie in each other."""
 
     @property
     def compiled(self) -> bool:
@@ -352,7 +354,7 @@ def _compiler_seconds() -> dict[str, float]:
     from torch._dynamo.utils import compilation_time_metrics
 
     sums = {name: round(sum(times), 3) for name, times in compilation_time_metrics.items()}
-    return dict(sorted(((k, v) for k, v in sums.items() if v > 0.05), key=lambda item: -item[1]))
+    return dict(sorted(((k, v) for k, v in sums.items() if v > NOTABLE_S), key=lambda item: -item[1]))
 
 
 def _device_name() -> str:

@@ -139,6 +139,7 @@ def test_watch_reads_what_the_launcher_set(tmp_path: Path) -> None:
 def test_the_compiler_is_loaded_while_the_rank_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = torch_key()
     monkeypatch.setenv("DFLASH_COMPILE_TORCH_KEY", "ab" * 32)
+    monkeypatch.setattr("dflash_core.compile_watch.NOTABLE_S", 0.0)
     watch = Watch(None, "restored", None)
     watch.mark("imports")
     watch.load_compiler()
