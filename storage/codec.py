@@ -319,10 +319,14 @@ class Codec:
             quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
 
     def _rows_at_once(self, out_TD: Tensor) -> int:
-        """Rows that are decoded together: on the CPU as many as its caches hold, elsewhere all."""
-        if out_TD.device.type != "cpu":
+        """Rows that are decoded together: on the CPU as many as its caches hold, elsewhere all.
+
+        `quantise.join_planes` sees to that itself.
+        """
+        if out_TD.device.type != "cpu" or self.kind == Kind.LOSSLESS:
             return len(out_TD)
-        values = quantise.JOIN_BLOCK if self.kind == Kind.LOSSLESS else quantise.DECODE_BLOCK
+        # Decoding runs on threads already.
+        values = quantise.DECODE_BLOCK if torch.get_num_threads() == 1 else quantise.UNTHREADED_BLOCK
         if self.layout == Layout.NIBBLES:  # worked on half by half
             values *= 2
         return max(1, values // out_TD.shape[1])

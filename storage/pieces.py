@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,6 +125,7 @@ class PieceDecoder:
         self._stagings: queue.SimpleQueue[Staging] = queue.SimpleQueue()
         for staging in stagings:
             self._stagings.put(staging)
+        threads = min(threads, len(os.sched_getaffinity(0)))  # more would only wait for each other
         self._pool = ThreadPoolExecutor(threads, "cell-decoder", initializer=use_device, initargs=(device,))
 
     def start(self, piece: Piece, fetched: Future[RowGroup], sink: PieceSink) -> Future[DecodedPiece]:

@@ -34,7 +34,7 @@ class ReaderConfig(Config):
     """Resources of one reader (one a rank)."""
 
     threads: int = Field(default=4, ge=1)
-    """Threads that decode cells."""
+    """Threads that decode cells; no more than there are cores."""
     fetch_threads: int = Field(default=8, ge=1)
     """Row groups that are fetched at a time."""
     prefetch_bytes: int = Field(default=1 << 30, ge=1)
