@@ -97,6 +97,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--length", type=int, default=300, help="mean tokens of a sample")
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument(
+        "--fetch-threads", type=int, help="row groups on their way at a time (default: --threads)"
+    )
     parser.add_argument("--device", default="cpu", help="where states come from and go to")
     parser.add_argument("--stores", default="local,s3,s3-far")
     parser.add_argument("--epochs", type=int, default=2)
@@ -346,7 +349,8 @@ def read_phase(name: str, uri: str, work: Path, options: argparse.Namespace, epo
         rows = plan_epoch(dataset.index.tokens_N, seed=0, epoch=0, row_tokens=ROW_TOKENS, group_S=groups)
         size = sum(record.size for record in dataset.records().values())
         prefetch_bytes = min(PREFETCH_BYTES, size // 2)
-        config = ReaderConfig(threads=threads, fetch_threads=threads, prefetch_bytes=prefetch_bytes)
+        fetches = options.fetch_threads or threads
+        config = ReaderConfig(threads=threads, fetch_threads=fetches, prefetch_bytes=prefetch_bytes)
 
         @contextmanager
         def reading() -> Iterator[Callable[[], None]]:
