@@ -83,7 +83,7 @@ class _Process:
         return self._popen.poll() is None
 
     def open_inbox(self, job_id: int) -> queue.SimpleQueue[Message]:
-        """Have the messages of a job collected; those that belong to none go to the oldest inbox."""
+        """Have the messages of a job collected; those that name none go to the oldest inbox."""
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         with self._lock:
             for message in self._unheard:
@@ -95,12 +95,12 @@ class _Process:
         return inbox
 
     def close_inbox(self, job_id: int) -> None:
-        """Stop collecting for a job; what came after its answer and belongs to none goes to another."""
+        """Stop collecting for a job; what came after its answer and names no job goes to another."""
         with self._lock:
             inbox = self._inboxes.pop(job_id, None)
             while inbox is not None and not inbox.empty():
                 message = inbox.get()
-                if "id" not in message and message["kind"] != "exit":
+                if message["kind"] != "exit":
                     self._sort(message)
 
     def _deliver(self, message: Message) -> None:
@@ -108,7 +108,11 @@ class _Process:
             self._sort(message)
 
     def _sort(self, message: Message) -> None:
-        inbox = self._inboxes.get(message.get("id", -1)) or next(iter(self._inboxes.values()), None)
+        if "id" in message:
+            if message["id"] in self._inboxes:  # else nobody waits for the answer any more
+                self._inboxes[message["id"]].put(message)
+            return
+        inbox = next(iter(self._inboxes.values()), None)
         if inbox is None:
             self._unheard.append(message)
         else:
@@ -248,13 +252,12 @@ class Worker:
         inbox = process.open_inbox(job_id)
         process.last_sign = time.monotonic()
         try:
-            process.send({**message, "id": job_id})
+            try:
+                process.send({**message, "id": job_id})
+            except (BrokenPipeError, ValueError) as error:  # ValueError: the pipe is closed
+                process.stop(grace_s=0)
+                raise WorkerDied(process.obituary()) from error
             return self._await(process, inbox, wanted, silence_s, on_message)
-        except (BrokenPipeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            process.stop(grace_s=0)
-            raise WorkerDied(process.obituary()) from error
         finally:
             process.close_inbox(job_id)
 

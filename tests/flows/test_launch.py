@@ -72,6 +72,20 @@ def test_words_that_come_after_the_answer_are_heard_with_the_next_job() -> None:
         listen_until("late words", workers, heard)
 
 
+def test_an_answer_that_nobody_waits_for_is_not_anothers() -> None:
+    def interrupt(message: dict[str, Any]) -> None:
+        if message["kind"] == "progress":
+            raise ValueError("the listener broke")
+
+    with pool() as workers:
+        before, _ = workers.run({"name": 1})
+        with pytest.raises(ValueError, match="the listener broke"):
+            workers.run({"name": 2}, interrupt)
+        after, worker = workers.run({"name": 3})
+    assert after["name"] == 3
+    assert after["pid"] == before["pid"] and worker.starts == 1, "the worker is as well as before"
+
+
 def test_a_killed_worker_is_replaced_and_says_its_last_words() -> None:
     with pool() as workers:
         before, _ = workers.run({"name": 0})
