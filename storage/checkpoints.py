@@ -15,10 +15,11 @@ import logging
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_core.configuration import Config, UserError
-from storage.objects import ObjectExists, ObjectNotFound, Store
+from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class CheckpointDamaged(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use by one rank; only `save` runs in the background, one at a time."""
+    """The checkpoints of one run. One rank saves, in the background, one at a time; all may read."""
 
     def __init__(
         self, store: Store, identity: Mapping[str, Any], *, keep: int, scratch: Path | None = None
@@ -92,7 +93,7 @@ class Checkpoints:
         """`store` is the run's folder. `identity` is JSON-like; `keep` latest checkpoints stay, and the best
         one.
 
-        `scratch` is a local folder for the file being written; None: the system's.
+        `scratch` is a local folder for the file being written or read; None: the store's, or the system's.
         """
         if keep < 1:
             raise ValueError("keep at least one checkpoint")
@@ -139,6 +140,20 @@ class Checkpoints:
             self._pool.shutdown()
             self._staged.clear()
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; where an error is on its way already, one of the last write is only logged."""
+        try:
+            self.close()
+        except StoreError as failed:
+            if error is None:
+                raise
+            log.error("the last checkpoint could not be written: %s", failed)
+
     def _stage(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy to host memory; from a GPU into page-locked buffers that are kept, on a stream of its own,
         after all work that is queued now.
@@ -174,43 +189,58 @@ class Checkpoints:
             ready.synchronize()
         step = position.optimizer_step
         with tempfile.TemporaryFile(dir=self._scratch_folder()) as file:
-            sha256, size = write_safetensors(file, tensors)
+            with self._scratch_errors():
+                sha256, size = write_safetensors(file, tensors)
             key = f"{_stem(step)}-{sha256[:16]}.safetensors"
             with suppress(ObjectExists):
                 self._store.put_file(key, file)
         record = CheckpointRecord(
             position=position, identity=self._identity, notes=notes, object=key, size=size, sha256=sha256
         )
+        best = self.best()
         # A resumed run may reach a step again that an abandoned one has committed: the later one counts.
         self._store.put_bytes(f"{_stem(step)}.json", record.model_dump_json().encode(), overwrite=True)
-        best = self.best()
+        if best is not None and best.optimizer_step > step:  # this run continues from before it
+            best = None
         if score is not None and (best is None or score > best.score):
             best = Best(optimizer_step=step, score=score)
             self._store.put_bytes(BEST_KEY, best.model_dump_json().encode(), overwrite=True)
         self._retire(best, key)
 
     def _scratch_folder(self) -> Path | None:
-        """Where the file grows: on the file system of a local store, so that publishing it is a link and no
-        copy.
+        """Where files lie meanwhile: on the file system of a local store, so that publishing one is a link
+        and no copy.
         """
         folder = self._scratch or self._store.scratch_dir
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    @contextmanager
+    def _scratch_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            folder = self._scratch_folder() or tempfile.gettempdir()
+            raise StoreError(
+                f"a checkpoint of {self._store.uri} needs room in {folder}: {error.strerror or error}; make "
+                "some, or set TMPDIR to another folder if it is not the store's"
+            ) from None
+
     def _retire(self, best: Best | None, written: str) -> None:
         """Remove all but the latest and the best; the record goes first, so no record is without its
-        tensors.
+        tensors. Later ones than the one just written are damaged: the run would have continued from them.
         """
-        steps = self.steps()
-        kept = set(steps[-self._keep :]) | ({best.optimizer_step} if best else set())
+        steps, now = self.steps(), _step_of(written)
+        kept = {step for step in steps if step <= now}
+        kept = set(sorted(kept)[-self._keep :]) | ({best.optimizer_step} if best else set())
         for step in steps:
             if step not in kept:
                 self._store.delete(f"{_stem(step)}.json")
         for info in list(self._store.list(FOLDER)):
             if not info.key.endswith(".safetensors"):
                 continue
-            replaced = _step_of(info.key) == _step_of(written) and info.key != written
+            replaced = _step_of(info.key) == now and info.key != written
             if replaced or _step_of(info.key) not in kept:
                 self._store.delete(info.key)
 
@@ -222,11 +252,12 @@ class Checkpoints:
         return sorted(_step_of(key) for key in keys if key.endswith(".json"))
 
     def best(self) -> Best | None:
-        """The best checkpoint, None when nothing was validated yet."""
+        """The best checkpoint, None when nothing was validated yet, or it has been deleted."""
         try:
-            return Best.model_validate_json(self._store.get(BEST_KEY))
+            best = Best.model_validate_json(self._store.get(BEST_KEY))
         except ObjectNotFound:
             return None
+        return best if best.optimizer_step in self.steps() else None
 
     def record(self, step: int) -> CheckpointRecord:
         """Read a commit record. Raises ObjectNotFound, CheckpointDamaged."""
@@ -261,19 +292,22 @@ class Checkpoints:
     def load(self, record: CheckpointRecord) -> dict[str, Tensor]:
         """Read the tensors of a checkpoint on the CPU, digest checked. Raises CheckpointDamaged."""
         where = f"checkpoint {self._store.uri}/{record.object}"
-        with tempfile.NamedTemporaryFile(dir=self._scratch, suffix=".safetensors") as file:
+        folder = self._scratch_folder()
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a killed process leaves nothing
             digest = hashlib.sha256()
             try:
                 with self._store.open(record.object) as source:
                     while data := source.read(COPY_BYTES):
                         digest.update(data)
-                        file.write(data)
+                        with self._scratch_errors():
+                            file.write(data)
             except ObjectNotFound:
                 raise CheckpointDamaged(f"{where} is gone") from None
-            file.flush()
+            with self._scratch_errors():
+                file.flush()
             if digest.hexdigest() != record.sha256:
                 raise CheckpointDamaged(f"{where} is damaged: its sha256 is not that of its record")
-            return load_file(file.name)
+            return load_file(f"/proc/self/fd/{file.fileno()}")
 
     def _check_identity(self, record: CheckpointRecord) -> None:
         differing = differences(record.identity, self._identity)

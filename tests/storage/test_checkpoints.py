@@ -98,6 +98,29 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptu
         checkpoints.latest()
 
 
+def test_after_damage_the_run_goes_on_from_before_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [10, 20], keep=1, scores={10: 1.0, 20: 3.0})
+    (tmp_path / Checkpoints(store, IDENTITY, keep=1).record(20).object).unlink()
+    save_all(store, [5], keep=1)  # started anew, as nothing was intact
+    checkpoints = Checkpoints(store, IDENTITY, keep=1)
+    assert checkpoints.steps() == [5] and checkpoints.best() is None
+    save_all(store, [15], keep=1, scores={15: 2.0})
+    best = checkpoints.best()
+    assert checkpoints.steps() == [15] and best is not None and best.score == 2.0
+
+
+def test_a_checkpoint_that_was_deleted_is_not_the_best(store: Store) -> None:
+    save_all(store, [5, 10], scores={5: 9.0})
+    for info in list(store.list("checkpoints/")):
+        store.delete(info.key)
+    checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    assert checkpoints.latest() is None and checkpoints.best() is None
+    save_all(store, [5], scores={5: 2.0})
+    best = checkpoints.best()
+    assert best is not None and best.score == 2.0
+
+
 def test_tensors_without_a_record_do_not_exist(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save_all(store, [5, 10])
