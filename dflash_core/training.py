@@ -305,3 +305,20 @@ class Trainer:
             weight_AK = dpace_weights(ce_AK, batch.scored_AK, self.config.loss.dpace_alpha)
             weight_N = weight_AK[:, 1:].reshape(-1)[batch.slot_N]
         return weight_N.where(torch.arange(len(weight_N), device=weight_N.device) < batch.count, 0.0)
+
+
+def make_trainer(
+    drafter: Drafter,
+    embedding_VD: Tensor,
+    head_VD: Tensor,
+    training: TrainingConfig,
+    *,
+    total_steps: int,
+    world: World,
+) -> Trainer:
+    """Return a `Trainer` of these weights, the drafter's regions compiled where they are to be."""
+    if training.compiles_on(world.device.type):
+        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
+    elif training.checkpoint_layers:
+        drafter.checkpoint_layers()
+    return Trainer(drafter, embedding_VD, head_VD, training, total_steps=total_steps, world=world)

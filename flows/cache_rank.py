@@ -21,7 +21,7 @@ from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.packing import pack_tokens
 from dflash_core.records import Sample
 from dflash_core.row_batch import prepare_row
-from dflash_core.training import Trainer, TrainingConfig, TrainingRow
+from dflash_core.training import TrainingConfig, TrainingRow, make_trainer
 from flows.ranks import say, serve_rank
 
 DOCUMENTS = 8
@@ -45,7 +45,7 @@ def main() -> None:
     watch.mark("row")
     watch.start()
     watch.mark("waiting for the compiler's modules")
-    trainer = make_trainer(*tensors, training, world)
+    trainer = make_trainer(*tensors, training, total_steps=1000, world=world)
     watch.mark("trainer")
     trainer.step([row], 1)
     trainer.check_finite()  # waits for the device
@@ -78,14 +78,6 @@ def random_tensors(
         for _ in range(2)
     )
     return drafter, embedding_VD, head_VD
-
-
-def make_trainer(
-    drafter: Drafter, embedding_VD: Tensor, head_VD: Tensor, training: TrainingConfig, world: World
-) -> Trainer:
-    """Compile the drafter's regions as training does."""
-    drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
-    return Trainer(drafter, embedding_VD, head_VD, training, total_steps=1000, world=world)
 
 
 def random_row(config: DrafterConfig, training: TrainingConfig, world: World) -> TrainingRow:

@@ -35,13 +35,20 @@ from dflash_core.fast_path import (
 )
 from dflash_core.step_clock import StepClock, StepReport
 from dflash_core.target_weights import BorrowedWeights, find_embedding_and_head
-from dflash_core.training import WITHOUT_INFLUENCE, NonFiniteError, Trainer, TrainingConfig, TrainingRow
+from dflash_core.training import (
+    WITHOUT_INFLUENCE,
+    NonFiniteError,
+    Trainer,
+    TrainingConfig,
+    TrainingRow,
+    make_trainer,
+)
 from flows.config import TrainConfig
 from flows.ranks import serve_rank
 from flows.train_data import StepPlace, TrainingData
 from flows.train_log import TrainLog
 from flows.train_meter import TrainMeter
-from storage.checkpoints import Checkpoints, Position
+from storage.checkpoints import CheckpointDamaged, Checkpoints, Position
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
 from storage.objects import open_store
@@ -79,7 +86,7 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
     if training.compiles_on(world.device.type):
         watch.start()
         watch.mark("waiting for the compiler's modules")
-    trainer = make_trainer(*tensors, training, data.total_steps(), world)
+    trainer = make_trainer(*tensors, training, total_steps=data.total_steps(), world=world)
     checkpoints = Checkpoints(
         open_store(job.config.output), identity_of(job, dataset), keep=training.keep_checkpoints
     )
@@ -97,8 +104,8 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
             rows_per_epoch=len(data.epoch_rows(0)),
         )
         loop = TrainLoop(job, data, trainer, checkpoints, out, watch, stop)
-        finished = loop.run(place)
-        checkpoints.close()
+        with checkpoints:
+            finished = loop.run(place)
         if finished and world.is_first:
             export(job, dataset, trainer, checkpoints, out)
         out.event("finished", optimizer_step=trainer.optimizer_step, stopped=not finished)
@@ -128,6 +135,8 @@ class TrainLoop:
         self._signs: set[Sign] = set()
         """Signs of a slow path since the last reading of the metrics."""
         self._said_fast = self._validated = False
+        self._stopping = False
+        """Whether the ranks have agreed to stop: one was asked to."""
         self._read_at = trainer.optimizer_step
         self._places: dict[int, StepPlace] = {}
         self._compiled = self._config.compiles_on(self._world.device.type)
@@ -137,10 +146,10 @@ class TrainLoop:
         trainer, local_step = self._trainer, 0
         for here, rows in self._data.steps(place, self._total - trainer.optimizer_step):
             self._places[trainer.optimizer_step] = here
-            report = self._step(rows, local_step)
+            self._step(rows, local_step)
             local_step += 1
             place = self._data.after(here)
-            if report is not None and report.stop:
+            if self._stopping:
                 self._read_metrics(place)
                 self._save(place, score=None)
                 return False
@@ -150,7 +159,7 @@ class TrainLoop:
         self._settle()
         return True
 
-    def _step(self, rows: Iterator[TrainingRow], local_step: int) -> StepReport | None:
+    def _step(self, rows: Iterator[TrainingRow], local_step: int) -> None:
         """One optimizer step; the first one of a run also compiles, and is followed by a look at what it
         did.
         """
@@ -170,7 +179,6 @@ class TrainLoop:
         if report is not None:
             self._take(report)
         self._look_at_path()
-        return report
 
     def _seal_graphs(self, row: TrainingRow) -> None:
         """After the first whole step: compile the evaluation step too, tell what was compiled, allow no
@@ -189,8 +197,8 @@ class TrainLoop:
         last = step == self._total
         if last or step % config.log_every == 0:
             self._read_metrics(place)
-        validate = last or step % config.validate_every == 0
-        score = self._validate() if validate and len(self._data.validation_samples) else None
+        validate = (last or step % config.validate_every == 0) and len(self._data.validation_samples) > 0
+        score = self._validate() if validate else None
         if last or validate or step % config.checkpoint_every == 0:
             self._save(place, score)
 
@@ -230,6 +238,7 @@ class TrainLoop:
     def _take(self, report: StepReport) -> None:
         self._meter.add(report)
         self._fast_path.observe(report.step_ms)
+        self._stopping = self._stopping or report.stop
         if report.halted_at >= 0:
             place = self._places[report.halted_at]
             raise NonFiniteError(report.halted_at, self._data.describe(place))
@@ -242,6 +251,7 @@ class TrainLoop:
             self._take(report)
 
     def _read_metrics(self, place: StepPlace) -> None:
+        self._settle()  # what is not finite is told with its place, by the report of its step
         summary, norm = self._trainer.summary()
         values = self._meter.values(summary, self._trainer.optimizer_step - self._read_at)
         self._read_at = self._trainer.optimizer_step
@@ -328,22 +338,6 @@ def load_weights(job: TrainJob, world: World) -> tuple[Drafter, torch.Tensor, to
     return drafter, embedding_VD, embedding_VD if tied else head_VD.to(world.device, training.dtype)
 
 
-def make_trainer(
-    drafter: Drafter,
-    embedding_VD: torch.Tensor,
-    head_VD: torch.Tensor,
-    training: TrainingConfig,
-    total_steps: int,
-    world: World,
-) -> Trainer:
-    """Return a trainer of these weights, the drafter's regions compiled where they are to be."""
-    if training.compiles_on(world.device.type):
-        drafter.compile_regions(checkpoint_layers=training.checkpoint_layers)
-    elif training.checkpoint_layers:
-        drafter.checkpoint_layers()
-    return Trainer(drafter, embedding_VD, head_VD, training, total_steps=total_steps, world=world)
-
-
 def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
     """Everything that must be equal for a run to continue from a checkpoint."""
     return {
@@ -385,8 +379,12 @@ def export(
     """
     best, step = checkpoints.best(), trainer.optimizer_step
     if best is not None and best.optimizer_step != step:
-        step = best.optimizer_step
-        trainer.load_state(checkpoints.load(checkpoints.record(step)), step)
+        try:
+            trainer.load_state(checkpoints.load(checkpoints.record(best.optimizer_step)), best.optimizer_step)
+            step = best.optimizer_step
+        except CheckpointDamaged as damage:
+            log.warning("%s; the last weights are exported instead of the best ones", damage)
+            best = None
     with trainer.averaged_weights() as drafter:
         export_drafter(drafter, Path(job.export), dataset.spec.target)
     out.event("exported", step=step, folder=job.export, acceptance_length=best.score if best else None)
