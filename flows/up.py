@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +128,7 @@ def _work(
                 ready()
                 _until_one_ends({**others, "the worker": worker})
             finally:
-                runs = descendants(worker.pid)
+                runs = runs_below(worker.pid)
                 _stop(worker)
                 mark_crashed(client, runs)
 
@@ -218,7 +218,19 @@ def watch_for_silence() -> None:
     ).create()
 
 
-def mark_crashed(client: SyncPrefectClient, ended: Sequence[int]) -> None:
+def runs_below(worker: int) -> set[str]:
+    """Return the ids of the flow runs that a worker's process has started."""
+    runs = set()
+    for pid in descendants(worker):
+        with contextlib.suppress(OSError):
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = variable.partition(b"=")
+                if name == b"PREFECT__FLOW_RUN_ID":
+                    runs.add(value.decode())
+    return runs
+
+
+def mark_crashed(client: SyncPrefectClient, ended: Collection[str]) -> None:
     """End the runs whose processes have just been ended; Prefect would show them as running for ever."""
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
     from prefect.client.schemas.objects import StateType
@@ -230,8 +242,7 @@ def mark_crashed(client: SyncPrefectClient, ended: Sequence[int]) -> None:
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [POOL]}}),
     )
     for run in runs:
-        pid = (run.infrastructure_pid or "").rpartition(":")[2]
-        if pid.isdigit() and int(pid) in ended:
+        if str(run.id) in ended:
             message = "its worker was stopped during the run; retry it to continue where it was"
             client.set_flow_run_state(run.id, Crashed(message=message), force=True)
             typer.echo(f"run {run.name}: {message}")

@@ -21,6 +21,7 @@ import pytest
 from flows.config import ExtractConfig, TrainConfig
 from flows.ranks import descendants
 from flows.train_steps import read_metrics
+from flows.up import runs_below
 from storage.checkpoints import Checkpoints
 from storage.dataset import open_dataset
 from storage.objects import open_store
@@ -52,6 +53,18 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def test_runs_are_known_by_the_processes_below_a_worker() -> None:
+    sleeping = "import time; print('here', flush=True); time.sleep(60)"
+    inner = f"""import os, subprocess, sys
+os.environ["PREFECT__FLOW_RUN_ID"] = "a-run"
+subprocess.run([sys.executable, "-c", {sleeping!r}])"""
+    with subprocess.Popen([sys.executable, "-c", inner], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"here\n"
+        assert runs_below(worker.pid) == {"a-run"} and runs_below(worker.pid + 10**6) == set()
+        for pid in [*descendants(worker.pid), worker.pid]:
+            os.kill(pid, signal.SIGKILL)
 
 
 class Up:
