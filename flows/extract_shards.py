@@ -11,11 +11,13 @@ from contextvars import ContextVar
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.deployments import run_deployment
+from prefect.exceptions import PrefectException
 from prefect.futures import PrefectFuture
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling, Completed, Failed
@@ -148,7 +150,7 @@ def _submit_as_workers_free_up(
         if isinstance(result, dict):
             outcome.done[shard] = result
         else:
-            outcome.failed[shard] = str(result)
+            outcome.failed[shard] = str(result) if isinstance(result, TOLD) else repr(result)
             get_run_logger().error("shard %d is set aside: %s", shard, result)
         progress.update(len(outcome.done), now=not running)
 
@@ -222,14 +224,15 @@ def extract_in_children(
 
 def _run_on_the_pool(parameters: Sequence[dict[str, Any]], progress: Progress) -> list[State[Any]]:
     """Start a child run for each set of parameters, and return their states when the last has ended."""
-    runs: list[Any] = [
-        run_deployment(CHILD_DEPLOYMENT, parameters=values, timeout=0, as_subflow=True)
-        for values in parameters
-    ]
-    waiting = {run.id for run in runs}
+    started: list[UUID] = []
+    waiting: set[UUID] = set()
     states: dict[UUID, State[Any]] = {}
     with get_client(sync_client=True) as client:
         try:
+            for values in parameters:
+                run: Any = run_deployment(CHILD_DEPLOYMENT, parameters=values, timeout=0, as_subflow=True)
+                started.append(run.id)
+                waiting.add(run.id)
             while waiting:
                 time.sleep(CHILDREN_EVERY_S)
                 for run_id in list(waiting):
@@ -241,5 +244,8 @@ def _run_on_the_pool(parameters: Sequence[dict[str, Any]], progress: Progress) -
         finally:
             # Left over when this run is cancelled or fails: the children end with it.
             for run_id in waiting:
-                client.set_flow_run_state(run_id, Cancelling())
-    return [states[run.id] for run in runs]
+                try:
+                    client.set_flow_run_state(run_id, Cancelling())
+                except (PrefectException, httpx.HTTPError) as error:
+                    get_run_logger().error("child run %s goes on, cancel it by hand: %s", run_id, error)
+    return [states[run_id] for run_id in started]
