@@ -20,7 +20,7 @@ class Rates(Config):
 
     peak_tflops: float = 989.0
     """Dense bf16 products a GPU could do (data sheet)."""
-    capture_share: float = 0.49
+    capture_share: float = 0.50
     """Share that extraction reaches: 10,551 tokens/s, shards written, for Qwen3.6-27B up to layer 61
     (23.6e9 weights)."""
     training_share: float = 0.62
@@ -86,9 +86,10 @@ def capacity(
     target = target_shape(extract.target.path, text).model_copy(update=any_mask_token)
     capture = describe_capture(extract.target, target.num_layers)
     drafter = train.drafter.for_target(target, capture)
-    columns = len(drafter.tap_layer_ids) + (extract.target.last_hidden != "no")
     ratio = rates.ratio or codec_ratio(extract.codec)
-    bytes_per_token = columns * target.hidden_size * 2 / ratio
+    column_bytes = target.hidden_size * 2 / ratio
+    stored = column_bytes * len(capture.columns)
+    wanted = column_bytes * (len(drafter.tap_layer_ids) + (train.training.loss.kl_weight > 0))
     workers = gpu_count(extraction_gpus, extract.workers.slots)
     ranks = gpu_count(training_gpus, train.gpus)
     body = body_parameters(text, capture)
@@ -97,12 +98,12 @@ def capacity(
     flops = row_flops(drafter, training.row_tokens, training.anchors_per_row * drafter.block_size)
     row_seconds = flops / (rates.training_share * rates.peak_tflops * 1e12)
     train_rate = ranks * training.row_tokens / row_seconds
-    write, read = capture_rate * bytes_per_token, train_rate * bytes_per_token
+    write, read = capture_rate * stored, train_rate * wanted
     return Capacity(
         extraction_gpus=workers,
         training_gpus=ranks,
-        bytes_per_token=bytes_per_token,
-        stored_bytes=tokens * bytes_per_token,
+        bytes_per_token=stored,
+        stored_bytes=tokens * stored,
         extraction_hours=tokens / capture_rate / HOUR,
         extraction_tokens_per_s=capture_rate,
         write_mb_per_s=write / 1e6,

@@ -42,6 +42,10 @@ def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) ->
     assert found.extraction_tokens_per_s == pytest.approx(2 * 0.5e9 / (2 * body))
     assert found.extraction_hours == pytest.approx(1e6 / found.extraction_tokens_per_s / 3600)
     assert found.write_mb_per_s == pytest.approx(found.extraction_tokens_per_s * found.bytes_per_token / 1e6)
+    fewer = train.drafter.model_copy(update={"tap_layer_ids": (1, 3)})
+    narrow = capacity(extract, train.model_copy(update={"drafter": fewer}), 1e6, rates)
+    assert narrow.stored_bytes == found.stored_bytes
+    assert narrow.read_mb_per_s == pytest.approx(narrow.training_tokens_per_s * 2 * 64 * 2 / 2 / 1e6)
     alone = capacity(extract, train_config(gpus=["2"]), 1e6, rates)
     assert found.training_tokens_per_s == pytest.approx(3 * alone.training_tokens_per_s)
     assert found.training_hours == pytest.approx(3 * 1e6 / found.training_tokens_per_s / 3600)
