@@ -279,6 +279,8 @@ class _Growing:
         if stop > len(self.memory):
             larger = self.memory.new_empty((2 * stop, *self.memory.shape[1:]))
             larger[: self.used] = self.filled()
+            if self.memory.is_cuda:  # it was allocated on another stream, which may reuse it at once
+                self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
             self.memory = larger
         self.memory[self.used : stop].copy_(entries, non_blocking=True)
         self.used = stop
