@@ -44,12 +44,12 @@ bench: $(STAMP) ## the benchmarks that two CPU cores can run, as JSON in runs/be
 
 quality: $(STAMP) ## what drafters earn by codec and by recipe (needs a GPU, hours; see docs/quality.md)
 	$(BIN)/python -m pip install --quiet --editable '.[demo,quality]'
-	for stage in prompts responses train decode; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality; done
+	for stage in prompts responses train decode; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality || exit 1; done
 
 reference: $(STAMP) ## write docs/configuration.md from the classes
 	$(BIN)/python -m flows.configuration_reference
 
-up: $(STAMP) ## Prefect server, worker and both deployments on this machine
+up: $(STAMP) ## Prefect server, worker and the deployments on this machine
 	$(BIN)/python -m flows.demo_target runs/demo/target
 	$(BIN)/dflash up
 

@@ -79,7 +79,7 @@ class ExtractConfig(Config):
     responses: ResponsesConfig | None = None
     """Set to have the responses of the chats replaced by the target's own."""
     codec: str = "tolerance=0.1"
-    """How hidden states are stored: "lossless", "fp8", or "tolerance=E" (relative error at most E)."""
+    """How hidden states are stored: "lossless", "fp8", or "tolerance=E" (relative error about E)."""
     shard_tokens: Annotated[int, Field(ge=1)] = 65_536
     """Tokens of a shard, the unit of work and of repair."""
     row_group_bytes: Annotated[int, Field(ge=1)] = 64 << 20

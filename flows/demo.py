@@ -69,7 +69,9 @@ def _configurations(output: Path) -> tuple[ExtractConfig, TrainConfig]:
 
 @contextmanager
 def _private_prefect(output: Path) -> Iterator[None]:
-    """Prefect without any server to set up: a temporary one whose database lies in the output folder."""
+    """Prefect without any server to set up: one that is running here already, or a temporary one whose
+    database lies in the output folder.
+    """
     from flows.cli import prefect_server
 
     home = output / "prefect"

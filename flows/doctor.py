@@ -58,7 +58,7 @@ def versions() -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "broken", "not installed", "pip install dflash-pipeline")
+            yield Finding(name, "broken", "not installed", "pip install --editable . in a checkout")
 
 
 def devices() -> Iterator[Finding]:
@@ -182,7 +182,9 @@ def differences(run: str) -> Iterator[Finding]:
         if left == right:
             yield Finding(name, "ok", f"{left}, as there")
         else:
-            yield Finding(name, "slow", f"{left} here, {right} there", f"pip install '{name}=={right}'")
+            ours = name == "dflash-pipeline"
+            remedy = f"check out version {right}" if ours else f"pip install '{name}=={right}'"
+            yield Finding(name, "slow", f"{left} here, {right} there", remedy)
 
 
 def recorded_versions(run: str) -> dict[str, str]:

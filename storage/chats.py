@@ -194,7 +194,10 @@ def _hub_commit(name: str) -> str:
     try:
         return str(HfApi().dataset_info(name).sha)
     except (OSError, HfHubHTTPError) as error:
-        raise UserError(f"cannot ask the hub which commit data set {name!r} is at: {error}") from None
+        raise UserError(
+            f"no file or folder {name!r} is here, and the hub does not say which commit a data set of that "
+            f"name is at: {error}"
+        ) from None
 
 
 def _looks_like_path(source: str) -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from dflash_core.compile_fingerprint import Fingerprint, GraphSet, environment_here
 from dflash_core.compile_watch import (
     FIXED_VARIABLES,
@@ -60,9 +62,9 @@ class CompileCacheConfig(Config):
     """Pin the version that this run uses under this name, so that it is never pruned."""
     signing_key_variable: str = "DFLASH_COMPILE_CACHE_KEY"
     """Environment variable with a secret. When set, manifests are signed with it, and no others are taken."""
-    keep_versions: int = 2
+    keep_versions: int = Field(default=2, ge=1)
     """Versions kept for one fingerprint when a new one is published."""
-    keep_fingerprints: int = 4
+    keep_fingerprints: int = Field(default=4, ge=1)
     """Fingerprints kept for one graph set and kind of GPU."""
 
     @property

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from dflash_core.configuration import UserError
@@ -41,10 +42,10 @@ def test_everything_that_is_not_well_has_a_remedy(monkeypatch: pytest.MonkeyPatc
     assert {"python", "torch", "C compiler", "scratch"} <= {finding.name for finding in findings}
     assert all(finding.remedy for finding in findings if finding.state != "ok")
     assert len(list(lines(findings))) > len(findings)
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     monkeypatch.setattr("flows.doctor.ROOM_BYTES", 1 << 60)
     assert all(finding.state == "slow" for finding in disks())
-    assert any(finding.state == "slow" and "dflash up" in finding.remedy for finding in prefect_api())
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert any(finding.state == "slow" and "dflash up" in finding.remedy for finding in prefect_api())
 
 
 def test_what_is_broken_shows_in_the_exit_code() -> None:

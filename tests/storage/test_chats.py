@@ -100,7 +100,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 def test_a_data_set_that_cannot_be_reached_is_one_clear_error() -> None:
     with pytest.raises(UserError, match=r"cannot read data set 'nobody/nothing' \(split 'train'\)"):
         list(read_chats("nobody/nothing"))
-    with pytest.raises(UserError, match="cannot ask the hub"):
+    with pytest.raises(UserError, match="no file or folder 'nobody/nothing' is here, and the hub"):
         input_fingerprint(["nobody/nothing"])
 
 
