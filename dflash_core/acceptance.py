@@ -39,12 +39,6 @@ class AcceptanceStats:
         """Share of blocks in which slot k and all before it were accepted, for k = 1 .. K-1."""
         return [float(share) for share in self.reached_K[1:] / max(1, self.blocks)]
 
-    @property
-    def conditional_per_slot(self) -> list[float]:
-        """Share of blocks accepted at slot k among those accepted up to k-1 (nan where there were none)."""
-        before, after = self.reached_K[:-1], self.reached_K[1:]
-        return [float(a / b) if b else float("nan") for a, b in zip(after, before, strict=True)]
-
     def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
         return AcceptanceStats(tokens=self.tokens + other.tokens, reached_K=self.reached_K + other.reached_K)
 

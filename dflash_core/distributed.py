@@ -39,14 +39,6 @@ class World:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def any(self, flag: bool) -> bool:
-        """Say whether any rank raises the flag; waits for all ranks."""
-        if self.size == 1:
-            return flag
-        value = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
-
 
 def own_device() -> str:
     """Return "cuda" or "cpu": the device of this process. Raises UserError when it was given a GPU that torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from pydantic import model_validator
@@ -192,12 +192,6 @@ class ContextCache:
                 buffers[i][self.length : needed] = new
         self.length = needed
 
-    def crop(self, length: int) -> None:
-        """Forget the tokens at positions >= length."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop a context of {self.length} tokens to {length}")
-        self.length = length
-
 
 class Drafter(nn.Module):
     """fc, hidden_norm, draft layers and norm; embedding and head are the target's and are passed in, never
@@ -238,18 +232,16 @@ class Drafter(nn.Module):
                 else:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) * std)
 
-    def compile_regions(
-        self, *, checkpoint_layers: bool = False, options: dict[str, Any] | None = None
-    ) -> None:
+    def compile_regions(self, *, checkpoint_layers: bool = False) -> None:
         """Compile the regions of the forward: the context, the first layer, one graph for all other layers,
         the norm.
 
         Shapes are static (dynamic=False) and a graph break is an error (fullgraph=True), so flex attention
-        can never fall back to its unfused eager form unnoticed. `options` are inductor's.
+        can never fall back to its unfused eager form unnoticed.
         """
         if checkpoint_layers:
             self.checkpoint_layers()
-        compiled = partial(torch.compile, dynamic=False, fullgraph=True, options=options)
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True)
         self._context = compiled(self._context)
         self._first_layer = compiled(self._first_layer)
         self._layer = compiled(self._layer)

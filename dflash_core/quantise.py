@@ -1,8 +1,8 @@
 """The arithmetic of the codecs: bf16 planes, channel scales, uniform quantisation. Plain torch, any device.
 
 Letters: T tokens, D width (channels), H = ceil(D / 2), N outliers. What ends up in a cell is elementwise or
-an exact integer reduction, so CPU and GPU give the same bits. Nothing here waits for the device, except
-`find_outliers` where it is not told how many there may be.
+an exact integer reduction, so CPU and GPU give the same bits. Encoding and decoding do not wait for the
+device, except `find_outliers` where it is not told how many there may be.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from dflash_core.target import describe_target, load_tokenizer
 from flows.config import ExtractConfig
 from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 from storage.dataset import Dataset, DatasetError, DatasetSpec, create_dataset, open_dataset
+from storage.dataset_spec import dataset_folder
 from storage.objects import open_store
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
         row_group_bytes=config.row_group_bytes,
     )
     store = open_store(config.store)
-    folder = f"{config.name}-{spec.fingerprint[:12]}"
+    folder = dataset_folder(config.name, spec)
     try:
         dataset = open_dataset(f"{store.uri}/{folder}", spec)
     except DatasetError:

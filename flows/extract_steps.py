@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +17,10 @@ from dflash_core.configuration import UserError
 from dflash_core.target_identity import load_text_config
 from flows.config import ExtractConfig
 from flows.devices import hold_devices
-from flows.extract_plan import plan_dataset
 from flows.launch import (
     JobError,
     Message,
     OnMessage,
-    PoolClosed,
     Worker,
     WorkerPool,
     ignore,
@@ -258,52 +255,3 @@ def redo_command(shards: Sequence[int] = ()) -> str:
         f"dflash extract --config FILE{flag}\n"
         f"prefect deployment run extract-hidden-states/extract-hidden-states{parameter}"
     )
-
-
-def run_extraction(
-    config: ExtractConfig, only: Sequence[int] = (), report: Callable[[Outcome], None] | None = None
-) -> tuple[Dataset, Outcome]:
-    """Run the whole extraction without Prefect; the data set is sealed when it is whole.
-
-    `report` is called after each shard. Raises UserError when nothing can be done at all.
-    """
-    if config.responses:
-        write_responses(config, log_message)
-    dataset = plan_dataset(config)
-    outcome = Outcome()
-    shards = wanted_shards(dataset, only)
-    if shards:
-        with open_pool(config, dataset) as pool, ThreadPoolExecutor(pool.capacity) as threads:
-            runner = ShardRunner(pool, redo=bool(only))
-            runner.prepare(log_message, len(shards))
-
-            def work(shard: int) -> None:
-                _try_shard(runner, shard, config.workers.attempts, outcome)
-                if report:
-                    report(outcome)
-
-            for future in [threads.submit(work, shard) for shard in shards]:
-                future.result()
-    seal_if_whole(dataset, outcome, only, lambda: finish_dataset(dataset))
-    return dataset, outcome
-
-
-def _try_shard(runner: ShardRunner, shard: int, attempts: int, outcome: Outcome) -> None:
-    for attempt in range(1, attempts + 1):
-        try:
-            outcome.done[shard] = runner.attempt(shard, log_message)
-            return
-        except PoolClosed as error:
-            outcome.failed[shard] = str(error)
-            return
-        except (JobError, UserError) as error:
-            outcome.failed[shard] = str(error)
-            log.warning("shard %d, try %d of %d: %s", shard, attempt, attempts, error)
-    log.error("shard %d is set aside after %d tries", shard, attempts)
-
-
-def log_message(message: Message) -> None:
-    """Write what a worker says to the log."""
-    level = logging.getLevelName(message.get("level", "INFO"))
-    if message["kind"] in ("log", "stderr"):
-        log.log(level if isinstance(level, int) else logging.INFO, "%s", message["text"])

@@ -291,7 +291,11 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
                 (folder / name).write_bytes(store.get(name))
         yield folder
     finally:
-        _upload(store, folder)
+        try:
+            _upload(store, folder)
+        except StoreError as error:
+            log.error("%s; what this run wrote is in %s: run again, or copy it there by hand", error, folder)
+            raise
         shutil.rmtree(folder)
 
 

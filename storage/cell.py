@@ -179,11 +179,6 @@ def imprint(cells: Iterable[Cell]) -> str:
     return sha256.hexdigest()[:32]
 
 
-def read_header(cell: bytes | memoryview) -> CellHeader:
-    """Read the fixed part of a cell. Raises CodecError on anything but a whole cell."""
-    return open_cell(cell).header
-
-
 def _byte_planes(array_N: np.ndarray) -> np.ndarray:
     """Bytes of fixed-size integers, all lowest bytes first: uint8 [itemsize * N]."""
     return np.ascontiguousarray(array_N.view(np.uint8).reshape(len(array_N), array_N.itemsize).T).reshape(-1)

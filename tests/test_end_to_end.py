@@ -12,11 +12,12 @@ from dflash_core.configuration import UserError
 from dflash_core.export import load_exported
 from flows import train_steps
 from flows.config import ExtractConfig, TrainConfig
-from flows.extract_steps import run_extraction, write_responses
+from flows.extract_steps import write_responses
 from flows.launch import Message
 from flows.train_steps import TrainingLog
 from storage.dataset import open_dataset
 from storage.objects import open_store
+from tests.flows.plain_extraction import run_extraction
 from tests.tiny import MASK_TOKEN_ID, tiny_model, tiny_tokenizer
 
 DRAFTER = {

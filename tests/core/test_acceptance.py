@@ -181,7 +181,6 @@ def test_stats_add_up() -> None:
     assert both.acceptance_length == 11 / 4
     assert both.reached_K.tolist() == [4, 3, 2, 2]
     assert both.per_slot == [0.75, 0.5, 0.5]
-    assert both.conditional_per_slot == [0.75, pytest.approx(2 / 3), 1.0]
     empty = AcceptanceStats(tokens=0, reached_K=np.zeros(4, dtype=np.int64))
     assert np.isnan(empty.acceptance_length)
     assert (both + empty).report() == both.report()

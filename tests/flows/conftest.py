@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flows.config import ExtractConfig, TrainConfig
-from flows.extract_steps import run_extraction
 from storage.dataset import Dataset
+from tests.flows.plain_extraction import run_extraction
 from tests.tiny import MASK_TOKEN_ID
 
 os.environ["PREFECT_LOGGING_LEVEL"] = "WARNING"

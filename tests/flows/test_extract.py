@@ -20,10 +20,11 @@ from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
-from flows.extract_steps import ShardRunner, finish_dataset, open_pool, run_extraction, wanted_shards
+from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards
 from flows.launch import WorkerDied
 from storage.dataset import Dataset, DatasetError, open_dataset
 from tests.flows.conftest import errors_logged
+from tests.flows.plain_extraction import run_extraction
 
 MakeConfig = Callable[..., ExtractConfig]
 

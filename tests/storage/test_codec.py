@@ -10,7 +10,7 @@ import torch
 import zstandard
 
 from dflash_core.configuration import UserError
-from storage.cell import read_header
+from storage.cell import open_cell
 from storage.codec import Calibration, Codec, CodecError, ErrorSums, parse_codec
 
 NAMES = ["lossless", "fp8", "tolerance=0.005", "tolerance=0.01", "tolerance=0.026", "tolerance=0.1"] + [
@@ -111,7 +111,7 @@ def test_a_decoder_written_from_the_specification_gets_the_same_bits(
     codec.decode_on_device(codec.from_bytes(cell), scale_D, decoded_TD)
     expected_TD = decode_by_the_specification(cell, scale_D.numpy())
     assert np.array_equal(decoded_TD.view(torch.int16).numpy().view(np.uint16), expected_TD)
-    header = read_header(cell)
+    header = open_cell(cell).header
     assert (header.tokens, header.width) == shape
 
 
@@ -191,7 +191,7 @@ def test_decoding_writes_into_a_strided_view_and_nowhere_else() -> None:
 def test_cells_are_decoded_into_a_given_buffer() -> None:
     codec = parse_codec("tolerance=0.1")
     cell = codec.to_bytes(codec.encode_on_device(realistic_states(20, 16), torch.ones(16)))
-    buffer = torch.empty(read_header(cell).payload_bytes + 100, dtype=torch.uint8)
+    buffer = torch.empty(open_cell(cell).header.payload_bytes + 100, dtype=torch.uint8)
     symbols = codec.from_bytes(memoryview(cell), out=buffer)
     assert symbols.payload.data_ptr() == buffer.data_ptr()
     with pytest.raises(CodecError, match="buffer"):
@@ -225,7 +225,7 @@ def test_random_bytes_are_refused() -> None:
     random = np.random.default_rng(0)
     for length in (0, 3, 4, 24, 60, 500):
         with pytest.raises(CodecError):
-            read_header(random.bytes(length))
+            open_cell(random.bytes(length))
         with pytest.raises(CodecError):
             parse_codec("lossless").from_bytes(b"DFC1" + random.bytes(length))
 
