@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -209,9 +211,10 @@ def extract_in_children(
         states = _run_on_the_pool(parameters, progress)
     else:
         states = []
-        with _workers(config, dataset):
+        with _workers(config, dataset), _lasting_interrupts() as raise_if_interrupted:
             for done, values in enumerate(parameters, start=1):
                 states.append(extract_shards(**values, return_state=True))
+                raise_if_interrupted()
                 progress.update(done, now=True)
     outcome = Outcome()
     left = set(dataset.missing())
@@ -220,6 +223,34 @@ def extract_in_children(
             if shard in left or (redo and not state.is_completed()):
                 outcome.failed[shard] = state.message or state.name or "failed"
     return outcome
+
+
+@contextlib.contextmanager
+def _lasting_interrupts() -> Iterator[Callable[[], None]]:
+    """Give a function that raises a Ctrl-C of this block again.
+
+    Prefect drops one that arrives when a child run has just ended, and the next child would begin.
+    """
+    interrupted = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def raise_if_interrupted() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_interrupted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def _run_on_the_pool(parameters: Sequence[dict[str, Any]], progress: Progress) -> list[State[Any]]:

@@ -254,6 +254,25 @@ def cli_app() -> Any:
     return app
 
 
+@pytest.mark.usefixtures("prefect")
+def test_an_interrupt_between_two_child_runs_ends_the_extraction(extract_config: MakeConfig) -> None:
+    from flows.extract import extract_hidden_states
+    from flows.extract_shards import extract_shards
+
+    def interrupt(flow: Any, run: Any, state: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = extract_config(shards_per_child=2, codec="fp8")
+    dataset = plan_dataset(config)
+    extract_shards.on_completion_hooks.append(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            extract_hidden_states(config, return_state=True)
+    finally:
+        extract_shards.on_completion_hooks.remove(interrupt)
+    assert len(dataset.plan.shards) - len(dataset.missing()) == 2
+
+
 def write(folder: Path, config: ExtractConfig) -> Path:
     path = folder / "extract.yaml"
     path.write_text(dump_config(config))
