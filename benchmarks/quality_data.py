@@ -57,6 +57,8 @@ def write_responses(
     `share` (i, n) takes every n-th batch; the order of the batches is random, so that a run that is cut
     short has short and long prompts alike.
     """
+    if responder.hybrid:
+        raise UserError("hybrid targets answer in groups of one length: let `dflash extract` do that")
     records = sorted(read_prompts(prompts), key=lambda r: len(r["messages"][0]["content"]))
     folder.mkdir(parents=True, exist_ok=True)
     starts = list(range(0, len(records), batch))
@@ -74,7 +76,7 @@ def write_responses(
             text = responder.tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False)
             messages = [*record["messages"], split_reasoning(text, responder.encoder)]
             finish = "stop" if stopped else "length"
-            lines.append(json.dumps({**record, "messages": messages, "finish": finish}))
+            lines.append(json.dumps({**record, "messages": messages, "finish_reason": finish}))
         scratch = part.with_suffix(".new")
         scratch.write_bytes(gzip.compress("\n".join(lines).encode()))
         scratch.rename(part)
@@ -163,7 +165,7 @@ def read_responses(folder: Path, tokenizer: Any) -> tuple[list[Sample], dict[str
                     counts["circling_answers"] += 1
                     continue
                 samples.append(sample)
-                counts["cut_answers"] += record["finish"] == "length"
+                counts["cut_answers"] += record["finish_reason"] == "length"
     samples.sort(key=lambda sample: hashlib.sha256(sample.sample_id.encode()).digest())
     return samples, counts
 

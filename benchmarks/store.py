@@ -36,9 +36,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +341,14 @@ def read_phase(name: str, uri: str, work: Path, options: argparse.Namespace, epo
 
         @contextmanager
         def reading() -> Iterator[Callable[[], None]]:
-            yield lambda: read_files(name, store, rows, columns, row_CE, threads)
+            all_rows = rows * (epochs + 2 if epochs else 1)
+            with closing(read_files(name, store, all_rows, columns, row_CE, threads)) as filled:
+
+                def read_epoch() -> None:
+                    for _ in rows:
+                        next(filled)
+
+                yield read_epoch
     else:
         dataset = open_dataset(where)
         dataset.manifest()
@@ -394,8 +401,8 @@ def read_files(
     columns: tuple[str, ...],
     row_CE: Tensor,
     threads: int,
-) -> None:
-    """What a loader of such files does: fetch and parse ahead in threads, copy into the row."""
+) -> Generator[None, None, None]:
+    """What a loader of such files does: fetch and parse ahead in threads, copy into the row; a row a step."""
 
     def read(number: int) -> dict[str, Tensor]:
         if name == "torch.save":
@@ -420,6 +427,7 @@ def read_files(
                 torch.cat([found[column] for column in columns], dim=1, out=host_CE[start:stop])
                 start = stop
             touch(row_CE if host_CE is row_CE else row_CE.copy_(host_CE))
+            yield
 
 
 def touch(states_CE: Tensor) -> None:

@@ -38,6 +38,7 @@ from benchmarks.fleet import WARM_SHARDS, Fleet, chats, write_target
 from dflash_core.target import TargetConfig
 from flows.config import TrainConfig
 from flows.launch import Message, WorkerPool
+from flows.ranks import RanksFailed
 from flows.train_steps import TrainingLog, open_training_data, train
 from storage.dataset import Dataset
 
@@ -84,6 +85,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 """Drafter and training of the presets in configs/."""
 
 
+class Beside:
+    """What a training and an extraction at the same time tell each other."""
+
+    def __init__(self) -> None:
+        self.training_runs, self.extraction_is_over = threading.Event(), threading.Event()
+
+
 class Topology:
     """The target, the folder, and the measurements so far."""
 
@@ -122,12 +130,10 @@ class Topology:
         self.say(phase, **figures)
         return dataset
 
-    def train(
-        self, phase: str, dataset: Dataset, gpus: Sequence[str], running: threading.Event | None = None
-    ) -> None:
-        """Train for --steps optimizer steps, one row a rank; say when it is `running`.
+    def train(self, phase: str, dataset: Dataset, gpus: Sequence[str], beside: Beside | None = None) -> None:
+        """Train for --steps optimizer steps, one row a rank.
 
-        With `running`, only steps beside the timed part of an extraction count.
+        With `beside`, train until the extraction is over; only steps in its timed part count.
         """
         output = self.folder / f"drafter-{phase}"
         shape = DRAFTERS[self.arguments.shape]
@@ -135,7 +141,7 @@ class Topology:
             **shape["training"],
             "rows_per_step": max(1, len(gpus)),
             "epochs": 1000,
-            "max_steps": self.arguments.steps,
+            "max_steps": self.arguments.steps if beside is None else 10**6,
             "validation_fraction": 0.0,
             "log_every": 5,
             "checkpoint_every": 10**6,
@@ -159,17 +165,25 @@ class Topology:
             said.append(message)
             if message["kind"] == "metrics":
                 when[message["step"]] = time.monotonic()
-                if running is not None and len(when) > 1:
-                    running.set()
+                if beside is not None and len(when) > 1:
+                    beside.training_runs.set()
+                if beside is not None and beside.extraction_is_over.is_set():
+                    os.kill(next(m["pid"] for m in said if m["kind"] == "started"), signal.SIGTERM)
             if message["kind"] == "stderr":
                 print(message["text"], file=sys.stderr, flush=True)
 
         opened, drafter = open_training_data(config)
-        seconds = timed(lambda: train(config, opened, drafter, output, log, keep))
+        began = time.monotonic()
+        try:
+            train(config, opened, drafter, output, log, keep)
+        except RanksFailed:
+            if beside is None or log.stopped_at is None:
+                raise
+        seconds = time.monotonic() - began
         rows = [row for row in log.metrics if row.get("step_ms") is not None]
         rows = rows[1:] or rows  # the first holds the steps that compile
-        if running is not None:
-            rows = [row for row in rows if self.timed[0] < when[row["step"]] < self.timed[1]] or rows
+        if beside is not None:
+            rows = [row for row in rows if self.timed[0] < when[row["step"]] < self.timed[1]]
         step_ms = median(row["step_ms"] for row in rows)
         wait_ms = median(row["data_wait_ms"] for row in rows)
         started = next(m for m in said if m["kind"] == "started")
@@ -192,11 +206,14 @@ class Topology:
 
     def both(self, dataset: Dataset) -> None:
         """Train from an earlier data set while another one is extracted."""
-        running = threading.Event()
+        beside = Beside()
         with ThreadPoolExecutor(1) as pool:
-            training = pool.submit(self.train, "both: train", dataset, self.arguments.train, running)
-            training.add_done_callback(lambda _: running.set())
-            self.extract("both: extract", self.arguments.extract, lambda _: running.wait())
+            training = pool.submit(self.train, "both: train", dataset, self.arguments.train, beside)
+            training.add_done_callback(lambda _: beside.training_runs.set())
+            try:
+                self.extract("both: extract", self.arguments.extract, lambda _: beside.training_runs.wait())
+            finally:
+                beside.extraction_is_over.set()
             training.result()
         for part, alone in (("both: extract", "extract"), ("both: train", "train")):
             if alone in self.found:

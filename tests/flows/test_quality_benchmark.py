@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,12 +12,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from quality_data import Chats, DataSets, answer_greedily, create_datasets, goes_in_circles, open_datasets
+from quality_data import (
+    CHAT,
+    Chats,
+    DataSets,
+    answer_greedily,
+    create_datasets,
+    goes_in_circles,
+    open_datasets,
+    read_responses,
+    write_responses,
+)
 from quality_runs import Bench, measured_rows, simulated
 
 from dflash_core.acceptance import AcceptanceStats, teacher_forced_acceptance
 from dflash_core.drafter import Drafter
 from dflash_core.records import CaptureSpec, Sample
+from dflash_core.respond import Responder
 from tests.core.test_speculative import build
 from tests.core.tiny_drafter import SPEC, tiny_drafter
 
@@ -128,6 +140,22 @@ def test_answers_in_a_shrinking_batch_are_those_of_each_prompt_alone() -> None:
         whole += len(answer) == end
     assert whole >= 2
     assert len({len(answer) for answer in answers}) > 2
+
+
+def test_an_answer_that_was_cut_teaches_no_end(tmp_path: Path, tiny_target_dir: Path) -> None:
+    responder = Responder(str(tiny_target_dir), None, CHAT, "cpu", torch.float32)
+    lines = [
+        {"id": f"family-train-{i:05d}", "messages": [{"role": "user", "content": "hello " * i}]}
+        for i in range(1, 9)
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_responses(
+        prompts, tmp_path / "out", responder, new_tokens=6, batch=4, share=(0, 1), time_left=lambda: True
+    )
+    samples, counts = read_responses(tmp_path / "out", responder.tokenizer)
+    ends = [sample.token_ids_T[sample.loss_mask_T][-1] in responder.stop_ids for sample in samples]
+    assert samples and counts["cut_answers"] == len(ends) - sum(ends) > 0
 
 
 def plan(folder: Path) -> DataSets:
