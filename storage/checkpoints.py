@@ -17,7 +17,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -45,6 +45,8 @@ DTYPES = {
 }
 """Names of types in safetensors' header."""
 COPY_BYTES = 16 << 20
+UNFINISHED_S = 86_400.0
+"""An upload that has not been finished for so long never will be."""
 
 
 class Position(Config):
@@ -192,8 +194,11 @@ class Checkpoints:
             with self._scratch_errors():
                 sha256, size = write_safetensors(file, tensors)
             key = f"{_stem(step)}-{sha256[:16]}.safetensors"
-            with suppress(ObjectExists):
+            try:
                 self._store.put_file(key, file)
+            except ObjectExists:  # of a run that was here before, and perhaps damaged since
+                if self._digest(key) != sha256:
+                    self._store.put_file(key, file, overwrite=True)
         record = CheckpointRecord(
             position=position, identity=self._identity, notes=notes, object=key, size=size, sha256=sha256
         )
@@ -243,6 +248,8 @@ class Checkpoints:
             replaced = _step_of(info.key) == now and info.key != written
             if replaced or _step_of(info.key) not in kept:
                 self._store.delete(info.key)
+        with suppress(StoreError):  # what a killed rank had begun to upload is invisible, and paid for
+            self._store.abort_unfinished(FOLDER, older_than=UNFINISHED_S)
 
     # Reading.
 
@@ -294,20 +301,27 @@ class Checkpoints:
         where = f"checkpoint {self._store.uri}/{record.object}"
         folder = self._scratch_folder()
         with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a killed process leaves nothing
-            digest = hashlib.sha256()
             try:
-                with self._store.open(record.object) as source:
-                    while data := source.read(COPY_BYTES):
-                        digest.update(data)
-                        with self._scratch_errors():
-                            file.write(data)
+                digest = self._digest(record.object, file)
             except ObjectNotFound:
                 raise CheckpointDamaged(f"{where} is gone") from None
-            with self._scratch_errors():
-                file.flush()
-            if digest.hexdigest() != record.sha256:
+            if digest != record.sha256:
                 raise CheckpointDamaged(f"{where} is damaged: its sha256 is not that of its record")
             return load_file(f"/proc/self/fd/{file.fileno()}")
+
+    def _digest(self, key: str, copy: BinaryIO | None = None) -> str:
+        """Return the sha256 of an object, which is copied on the way."""
+        digest = hashlib.sha256()
+        with self._store.open(key) as source:
+            while data := source.read(COPY_BYTES):
+                digest.update(data)
+                if copy is not None:
+                    with self._scratch_errors():
+                        copy.write(data)
+        if copy is not None:
+            with self._scratch_errors():
+                copy.flush()
+        return digest.hexdigest()
 
     def _check_identity(self, record: CheckpointRecord) -> None:
         differing = differences(record.identity, self._identity)

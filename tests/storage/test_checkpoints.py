@@ -110,6 +110,17 @@ def test_after_damage_the_run_goes_on_from_before_it(tmp_path: Path) -> None:
     assert checkpoints.steps() == [15] and best is not None and best.score == 2.0
 
 
+def test_a_damaged_one_that_is_reached_again_is_written_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [5, 10])
+    path = tmp_path / Checkpoints(store, IDENTITY, keep=2).record(10).object
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    save_all(store, [10])
+    found = Checkpoints(store, IDENTITY, keep=2).latest()
+    assert found is not None and found[0].position.optimizer_step == 10
+
+
 def test_a_checkpoint_that_was_deleted_is_not_the_best(store: Store) -> None:
     save_all(store, [5, 10], scores={5: 9.0})
     for info in list(store.list("checkpoints/")):
