@@ -61,8 +61,9 @@ def find_embedding_and_head(path: str, revision: str | None = None) -> BorrowedW
     shape = [text.vocab_size, text.hidden_size]
     if list(found) != shape:
         raise UserError(f"the embedding of {path!r} is {list(found)}, config.json says {shape}")
+    # A head of its own counts, whatever the configuration says; transformers loads it too.
+    head = _find(path, revision, _HEAD_ENDINGS)
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
-    head = None if tied else _find(path, revision, _HEAD_ENDINGS)
     if head is None and not tied:
         raise UserError(f"{path!r} holds no lm_head.weight and its config does not tie it to the embedding")
     return BorrowedWeights(embedding=embedding, head=head)
