@@ -277,6 +277,16 @@ def test_a_tied_head_is_the_embedding(folders: dict[str, Path], tmp_path: Path) 
     assert torch.equal(embedding_VD, model.get_input_embeddings().weight.data.to(torch.bfloat16))
 
 
+def test_a_head_of_its_own_counts_though_the_configuration_says_tied(tmp_path: Path) -> None:
+    model = family_model("llama")
+    model.save_pretrained(tmp_path)
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    embedding_VD, head_VD = load_embedding_and_head(str(tmp_path))
+    assert not torch.equal(embedding_VD, head_VD)
+    assert torch.equal(head_VD, model.get_output_embeddings().weight.data.to(torch.bfloat16))
+
+
 def test_incomplete_or_absent_targets_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the target's configuration"):
         describe_target(TargetConfig(path=str(tmp_path / "nowhere")))
