@@ -226,6 +226,11 @@ def _load_body(config: TargetConfig, text: Any, device: torch.device) -> Any:
     for part in ("embed_tokens", "layers", "norm"):
         if not hasattr(model, part):
             raise UserError(f"model type {text.model_type!r} has no {part!r}: it cannot be tapped")
+    if type(model.get_input_embeddings()) is not nn.Embedding:
+        raise UserError(
+            f"model type {text.model_type!r} does more than look up its input embeddings (scales them, for "
+            "example); drafters borrow the plain rows, so it cannot be a target"
+        )
     return model if config.device_map is not None else model.to(device)
 
 

@@ -302,6 +302,11 @@ def test_incomplete_or_absent_targets_are_refused(folders: dict[str, Path], tmp_
         load(broken)
 
 
+def test_a_target_that_scales_its_embeddings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'gemma3_text' does more than look up"):
+        load(write_family("gemma3", tmp_path))
+
+
 def test_batches_fill_the_budget_and_lose_nothing() -> None:
     samples = random_samples(np.random.default_rng(0).integers(1, 200, 100).tolist())
     ids = sorted(sample.sample_id for sample in samples)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeTextConfig,
@@ -64,6 +65,7 @@ def family_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
         model = Qwen3_5ForConditionalGeneration(config)
     else:
         configs = {
+            "gemma3": lambda: Gemma3TextConfig(**_COMMON),
             "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, **_EXPERTS),
             "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON, **_LINEAR),
             "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
