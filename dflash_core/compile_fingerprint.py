@@ -197,7 +197,10 @@ def read_environment() -> Environment:
         variables={
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(VARIABLE_PREFIXES) and name not in VARIABLES_WITHOUT_EFFECT
+            if name.startswith(VARIABLE_PREFIXES)
+            and name not in VARIABLES_WITHOUT_EFFECT
+            # Addresses of remote caches, which no rank may use: they can hold a password.
+            and "REDIS" not in name
         },
     )
 

@@ -18,6 +18,8 @@ LOCK_WAIT_S = 900.0
 """How long to wait for another run on this machine that is filling the same folder."""
 LEFTOVER_AFTER_S = 24 * 3600.0
 """Unfinished folders that are older than this belong to nobody."""
+UNFINISHED = (".package-", ".download-", ".unpack-", ".old-")
+"""How the names of folders begin that packing, restoring and removing make beside a cache folder."""
 
 
 class CacheFolder:
@@ -60,16 +62,19 @@ class CacheFolder:
             self._lock.close()
             self._lock = None
 
-    def seal(self, manifest: Manifest) -> None:
-        """Note what the folder holds, beside it."""
+    def seal(self, manifest: Manifest, key: bytes | None) -> None:
+        """Note what the folder holds, beside it, signed when there is a key."""
         written = self._beside(f".json.{os.getpid()}")
-        written.write_bytes(seal(manifest, None))
-        written.replace(self._beside(".json"))
-
-    def sealed(self) -> Manifest | None:
-        """Return what was noted, if every byte of the folder is still like that."""
         try:
-            manifest = unseal(self._beside(".json").read_bytes(), None)
+            written.write_bytes(seal(manifest, key))
+            written.replace(self._beside(".json"))
+        finally:
+            written.unlink(missing_ok=True)
+
+    def sealed(self, key: bytes | None) -> Manifest | None:
+        """Return what was noted, if every byte of the folder is still like that; with a key, if it signed."""
+        try:
+            manifest = unseal(self._beside(".json").read_bytes(), key)
         except (FileNotFoundError, RejectedArtifact):
             return None
         fits = manifest.fingerprint.id == self._fingerprint.id
@@ -91,7 +96,9 @@ def _private_folder(folder: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed processes left while they packed or unpacked."""
-    for path in root.glob(".*"):
-        if path.is_dir() and time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
+    """Remove what killed processes left while they packed or unpacked, and nothing that others put there."""
+    for path in root.iterdir():
+        if not path.name.startswith(UNFINISHED) or not path.is_dir():
+            continue
+        if time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)

@@ -164,7 +164,7 @@ class CompileSession:
         """Take the folder and fill it. `open` calls it."""
         began = time.monotonic()
         alone = self._folder.take()
-        sealed = self._folder.sealed()
+        sealed = self._folder.sealed(self._config.signing_key)
         try:
             self._fill(alone, sealed)
         except RejectedArtifact as error:
@@ -199,20 +199,26 @@ class CompileSession:
             self._start_cold(alone, "another run on this machine is using the folder")
             return
         else:
-            restore(self._store, version, self.folder)
-            self._folder.seal(version.manifest)
+            try:
+                restore(self._store, version, self.folder)
+                self._folder.seal(version.manifest, key)
+            except OSError as error:
+                raise RejectedArtifact(f"it cannot be kept on this machine: {error}") from error
             self.notes.append(f"restored version {version.name}")
         self.state, self.version = "restored", version
 
-    def _pin(self) -> None:
+    def _pin(self, forgiven: type[UserError] = StoreError) -> None:
         if self._config.pin_as and self.version is not None:
             try:
                 pin(self._store, self.version, self._config.pin_as)
-            except StoreError as error:
-                self.notes.append(f"not pinned: {error}")
+            except forgiven as error:
+                self._warn(f"not pinned: {error}")
 
     def _why_missing(self) -> str:
-        near = nearest(self._store, self.fingerprint)
+        try:
+            near = nearest(self._store, self.fingerprint)
+        except UserError as error:
+            return f"no version fits, and what there is cannot be listed: {error}"
         if near is None:
             return "the store has no version of anything yet"
         version, words = near
@@ -274,7 +280,7 @@ class CompileSession:
         """Publish the folder if a rank compiled something that can be stored, or if the store has nothing.
 
         A failure, of the store or of the disk, does not end a training run: it is noted, and the folder stays
-        sealed on this machine for the next start.
+        sealed on this machine for the next start. Nor does one in pinning and pruning afterwards.
         """
         wrote = any(report.compiled and report.new_files for report in self.reports.values())
         if not wrote and not (self._store_is_behind and self.state == "local"):
@@ -283,8 +289,7 @@ class CompileSession:
         try:
             published = self._publish()
         except (UserError, OSError) as error:
-            self.notes.append(f"not published: {error}")
-            log.warning("compile cache not published: %s", error)
+            self._warn(f"not published: {error}")
             return None
         self.publish_seconds = time.monotonic() - began
         if published is None:
@@ -293,7 +298,7 @@ class CompileSession:
         self.version = published
         self.notes.append(f"published version {published.name}")
         log.info("compile cache %s: %s", self.fingerprint.id[:16], self.notes[-1])
-        self._pin()
+        self._pin(forgiven=UserError)
         self._prune(published)
         return published
 
@@ -304,8 +309,9 @@ class CompileSession:
         with package(
             self.folder, self.fingerprint, created_by=self._run_name, cold_seconds=cold_seconds
         ) as packed:
-            self._folder.seal(packed.manifest)
-            return publish(self._store, packed, replacing=self._current, key=self._config.signing_key)
+            key = self._config.signing_key
+            self._folder.seal(packed.manifest, key)
+            return publish(self._store, packed, replacing=self._current, key=key)
 
     def _prune(self, published: Version) -> None:
         family = published.folder.rsplit("/", 2)[0]
@@ -317,8 +323,12 @@ class CompileSession:
                 versions=config.keep_versions,
                 fingerprints=config.keep_fingerprints,
             )
-        except StoreError as error:
-            self.notes.append(f"not pruned: {error}")
+        except (UserError, OSError) as error:
+            self._warn(f"not pruned: {error}")
+
+    def _warn(self, note: str) -> None:
+        self.notes.append(note)
+        log.warning("compile cache %s: %s", self.fingerprint.id[:16], note)
 
     @property
     def first_step_seconds(self) -> float | None:

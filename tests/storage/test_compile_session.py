@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_core.compile_fingerprint import Fingerprint
+from dflash_core.compile_fingerprint import Fingerprint, environment_here
 from dflash_core.compile_watch import CacheCounts, CompileReport
 from dflash_core.configuration import UserError
 from storage.compile_cache import Version, list_versions
@@ -173,6 +174,18 @@ def test_signature_is_demanded_when_a_key_is_set(
     assert "does not match" in run_once(store, ours).notes[0]
 
 
+def test_a_folder_that_was_never_signed_is_not_used(
+    store: Store, ours: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away: Any = Unreachable()
+    run_once(away, ours)
+    monkeypatch.setenv("DFLASH_COMPILE_CACHE_KEY", "secret")
+    assert run_once(store, ours, salt=b"signed").state == "cold"
+    assert run_once(away, ours).state == "local"
+    monkeypatch.setenv("DFLASH_COMPILE_CACHE_KEY", "another")
+    assert run_once(away, ours).state == "cold"
+
+
 class Unreachable:
     """A store that no longer answers."""
 
@@ -259,6 +272,29 @@ def test_what_cannot_be_packed_stops_no_run(store: Store, ours: Fingerprint) -> 
     assert list_versions(store) == ([], {})
 
 
+def test_a_disk_that_is_full_is_a_cold_start(store: Store, ours: Fingerprint) -> None:
+    run_once(store, ours)
+    shutil.rmtree(ours.local_root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        session = started(store, ours)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with session:
+        assert session.state == "cold" and "cannot be kept on this machine" in session.notes[0]
+        assert session.folder.is_dir() and not list(session.folder.iterdir())
+
+
+def test_a_broken_pin_ends_no_run(store: Store, ours: Fingerprint) -> None:
+    store.put_bytes("v1-pins/mine.json", b"torn")
+    with started(store, ours) as session:
+        write_cache(session.folder)
+        session.on_message(report(session, compiled=True))
+        assert session.version is not None
+        assert session.notes[-1].startswith("not pruned: ") and "unpin mine" in session.notes[-1]
+
+
 def test_each_publication_prunes(store: Store, ours: Fingerprint) -> None:
     run_once(store, ours)
     for number in range(4):
@@ -275,9 +311,11 @@ def test_leftovers_of_killed_processes_go_in_time(store: Store, ours: Fingerprin
     for name in (".unpack-old", ".unpack-new"):
         (root / name).mkdir()
         (root / name / "kernel.so").write_bytes(b"half")
-    os.utime(root / ".unpack-old", (1, 1))
+    (root / ".git").mkdir()
+    for old in (".unpack-old", ".git"):
+        os.utime(root / old, (1, 1))
     run_once(store, ours)
-    assert [path.name for path in root.glob(".*")] == [".unpack-new"]
+    assert sorted(path.name for path in root.glob(".*")) == [".git", ".unpack-new"]
 
 
 def test_local_root_must_be_private(store: Store, tmp_path: Path) -> None:
@@ -335,3 +373,8 @@ def test_the_rest_does_not_take_the_place_of_what_another_run_published(
         assert session.version == first
     (current,) = [version for version in list_versions(store)[0] if version.current]
     assert current.name == theirs.name
+
+
+def test_no_password_of_a_remote_cache_is_published() -> None:
+    asked = environment_here({"TORCHINDUCTOR_REDIS_URL": "redis://someone:hidden-word@host"})
+    assert "hidden-word" not in asked.model_dump_json()
