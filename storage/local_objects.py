@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
+from urllib.parse import unquote, urlsplit
 
 from storage.object_store import (
     ObjectExists,
@@ -31,8 +32,11 @@ class LocalStore:
     """Store whose keys are files below a folder. Readers see a whole object or none."""
 
     def __init__(self, root: Path) -> None:
+        """Raises StoreError for a folder whose address would lead to another one."""
         self._root = root.expanduser().absolute()
         self.uri = f"file://{self._root}"
+        if unquote(urlsplit(self.uri).path) != str(self._root):
+            raise StoreError(f"{self._root}: the path of a store's folder may hold neither '#', '?' nor '%'")
         self.scratch_dir: Path | None = self._root
 
     def child(self, folder: str) -> LocalStore:
@@ -203,6 +207,7 @@ def _link_anonymous(descriptor: int, target: Path) -> bool:
     stat = os.fstat(descriptor)
     if stat.st_nlink or stat.st_dev != target.parent.stat().st_dev:
         return False
+    os.fchmod(descriptor, 0o666 & ~_umask())
     os.fsync(descriptor)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -216,6 +221,12 @@ def _link_anonymous(descriptor: int, target: Path) -> bool:
     finally:
         os.close(folder)
     return True
+
+
+def _umask() -> int:
+    """Read this process's umask where setting it, the only way that Python has, would race with threads."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
 
 
 def _sync_folder(folder: Path) -> None:

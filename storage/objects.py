@@ -48,7 +48,8 @@ def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
     """Open file:///abs/path, a plain path, or s3://bucket/prefix.
 
     Keys, endpoint and region of S3 come from the usual AWS_* variables and files.
-    Raises StoreError for another scheme or an address that carries credentials.
+    Raises StoreError for another scheme or an address that carries credentials. What is wrong is not shown:
+    a secret with a slash in it looks like the beginning of a prefix.
     """
     text = str(uri)
     if "://" not in text:
@@ -61,16 +62,21 @@ def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
         )
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost"):
-            raise StoreError(f"{text}: write file:///absolute/path (three slashes)")
+            raise StoreError("a file:// address names no host: write file:///absolute/path (three slashes)")
         return LocalStore(Path(unquote(parts.path)))
     if parts.scheme == "s3":
         config = config or StoreConfig()
         if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", parts.netloc):
-            raise StoreError(f"{text}: write s3://bucket/prefix; {parts.netloc!r} is no name of a bucket")
+            raise StoreError(
+                "what follows s3:// is no name of a bucket: write s3://bucket/prefix, and set credentials as "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
         connection = _connect(config)
         _greet(connection, parts.netloc)
         return S3Store(connection, parts.netloc, text.split("://", 1)[1].partition("/")[2])
-    raise StoreError(f"{text}: a store is a local path, file:///path or s3://bucket/prefix")
+    raise StoreError(
+        f"{parts.scheme}:// is no store's address: write a local path, file:///path or s3://bucket/prefix"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

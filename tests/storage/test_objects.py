@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 from botocore.awsrequest import AWSHTTPConnection
@@ -135,11 +137,40 @@ def test_source_that_fails_leaves_nothing(store: Store, tmp_path: Path) -> None:
     assert not list(store.list()) and not store.abort_unfinished()
 
 
-@pytest.mark.parametrize("uri", ["gs://bucket/x", "s3://key:secret@bucket/x", "s3://B_/x", "file://host/x"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "gs://bucket/x",
+        "s3://key:secret@bucket/x",
+        "s3://AKIA:half/secret@bucket/x",
+        "http://AKIA:half/secret@bucket/x",
+        "file://AKIA:half/secret@bucket/x",
+        "s3://B_/x",
+        "file://host/x",
+    ],
+)
 def test_bad_addresses(uri: str) -> None:
     with pytest.raises(StoreError) as caught:
         open_store(uri)
-    assert "secret@" not in str(caught.value)
+    assert "secret@" not in str(caught.value) and "AKIA" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%41"])
+def test_a_folder_that_its_address_would_not_find(name: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="neither '#', '\\?' nor '%'"):
+        open_store(tmp_path / name)
+    assert open_store(open_store(tmp_path / "with space é").uri).uri == f"file://{tmp_path}/with space é"
+
+
+def test_files_have_the_usual_mode_however_they_were_published(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    store.put_bytes("bytes", b"x")
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(b"x")
+        file.flush()
+        store.put_file("nameless", cast(BinaryIO, file))
+    modes = {(tmp_path / "store" / key).stat().st_mode for key in ("bytes", "nameless")}
+    assert len(modes) == 1
 
 
 @pytest.mark.parametrize("key", ["/etc/passwd", "../x", "a//b", "", "a/../../b"])
