@@ -70,16 +70,20 @@ class Optimizer:
         self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         matrices = [p for p in self._named.values() if p.ndim == 2]
         vectors = [p for p in self._named.values() if p.ndim != 2]
-        self._muon: torch.optim.Muon | None = None
+        self._muons: list[torch.optim.Muon] = []
+        """One a matrix: `step` keeps a copy of one weight at a time, not of all."""
         adam_groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
-            self._muon = torch.optim.Muon(
-                matrices,
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                momentum=config.muon_momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
+            self._muons = [
+                torch.optim.Muon(
+                    [matrix],
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    momentum=config.muon_momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+                for matrix in matrices
+            ]
         else:
             adam_groups.insert(0, {"params": matrices, "weight_decay": config.weight_decay})
         self._adam = torch.optim.AdamW(
@@ -109,11 +113,9 @@ class Optimizer:
             excess = (norm / self.config.clip_norm).clamp(min=1.0)
         scale = divisor * excess
         rate = self.rate(optimizer_step)
-        if self._muon is not None:
-            matrices = [p.grad for g in self._muon.param_groups for p in g["params"]]
-            torch._foreach_mul_(matrices, (1.0 - halted) / scale)
-            self._set_rate(self._muon, rate)
-            self._muon.step()
+        for muon in self._muons:
+            self._set_rate(muon, rate)
+            self._step_muon(muon, scale, halted)
         self._set_rate(self._adam, rate)
         if norm.is_cuda:
             from dflash_core.optimizer_kernel import adamw_step
@@ -124,19 +126,31 @@ class Optimizer:
             setattr(self._adam, "grad_scale", scale)  # noqa: B010
             setattr(self._adam, "found_inf", halted)  # noqa: B010
             self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
-        if self._muon is not None:
-            self._muon.zero_grad(set_to_none=True)
-        if self.average:
-            weights = [p.detach() for p in self._named.values()]
-            torch._foreach_lerp_(
-                list(self.average.values()), weights, 1.0 - float(self.config.ema_decay or 0.0)
-            )
+        for parameter in self._named.values():
+            parameter.grad = None
+        if self.config.ema_decay is not None:
+            part = (1.0 - self.config.ema_decay) * (1.0 - halted)
+            for name, average in self.average.items():
+                average.lerp_(self._named[name].detach(), part)
         return norm, halted
 
     def rate(self, optimizer_step: int) -> float:
         """Learning rate of an optimizer step."""
         return self.config.learning_rate * rate_factor(self.config, optimizer_step, self.total_steps)
+
+    @staticmethod
+    @torch.no_grad()
+    def _step_muon(muon: torch.optim.Muon, scale: Tensor, halted: Tensor) -> None:
+        """`muon.step()` with the gradient divided by `scale`; weight and momentum stay when `halted`."""
+        (weight,) = muon.param_groups[0]["params"]
+        state = muon.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        momentum, before, stay = state["momentum_buffer"], weight.clone(), halted > 0
+        # The momentum moves towards the gradient: it stays where that is the momentum itself.
+        torch.where(stay, momentum, weight.grad.div_(scale), out=weight.grad)
+        muon.step()
+        torch.where(stay, before, weight, out=weight)
 
     @staticmethod
     def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -148,9 +162,7 @@ class Optimizer:
         first step.
         """
         found: dict[str, Tensor] = {}
-        for optimizer in (self._adam, self._muon):
-            if optimizer is None:
-                continue
+        for optimizer in (self._adam, *self._muons):
             for name, parameter in self._named.items():
                 for key, value in optimizer.state.get(parameter, {}).items():
                     found[f"{key}/{name}"] = value
@@ -161,9 +173,7 @@ class Optimizer:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` gave; raises UserError when a tensor is unknown."""
         left = dict(state)
-        for optimizer in (self._adam, self._muon):
-            if optimizer is None:
-                continue
+        for optimizer in (self._adam, *self._muons):
             owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
             for name, parameter in self._named.items():
                 if id(parameter) not in owned:

@@ -189,18 +189,32 @@ def test_state_of_another_drafter_is_refused() -> None:
         trainer.load_state(state | {"optimizer/exp_avg/nothing": torch.zeros(1)}, 1)
 
 
-def test_non_finite_step_is_named_and_changes_nothing() -> None:
-    trainer = tiny_trainer()
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_non_finite_step_is_named_and_changes_nothing(optimizer: str, ema_decay: float | None) -> None:
+    options = {"name": optimizer, "ema_decay": ema_decay, "weight_decay": 0.1, "warmup_fraction": 0.0}
+    trainer = tiny_trainer(optimizer=options)
     rows = rows_for(trainer)
     trainer.step(rows[:1], 1)
-    before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    before = {name: value.clone() for name, value in trainer.state().items()}
     rows[1].taps_CE[3, 2] = float("nan")
     trainer.step(rows[1:2], 1)
     trainer.step(rows[2:3], 1)
     with pytest.raises(NonFiniteError, match="optimizer step 1 ") as caught:
         trainer.summary()
     assert caught.value.optimizer_step == 1
+    assert_same(before, trainer.state())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_first_step_that_is_not_finite_leaves_the_initial_weights(optimizer: str) -> None:
+    trainer = tiny_trainer(optimizer={"name": optimizer})
+    before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    row = rows_for(trainer)[0]
+    row.taps_CE[3, 2] = float("inf")
+    trainer.step([row], 1)
     assert_same(before, {n: p.detach() for n, p in trainer.drafter.named_parameters()})
+    assert all(value.isfinite().all() for value in trainer.state().values())
 
 
 def test_kl_needs_the_last_hidden_state() -> None:
