@@ -18,7 +18,15 @@ from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset
 from storage.dataset_spec import PLAN_KEY, SPEC_KEY
 from storage.manifest import total_error
 from storage.objects import ObjectInfo, ObjectNotFound, Store, open_store
-from storage.verify import Depth, ShardFinding, damaged_inputs, orphans, restore_scales, verify_dataset
+from storage.verify import (
+    Depth,
+    ShardFinding,
+    damaged_inputs,
+    named_now,
+    orphans,
+    restore_scales,
+    verify_dataset,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -148,6 +156,8 @@ def repair(
     for finding in findings:
         if finding.state == "corrupt":
             typer.echo(f"{'would drop' if dry_run else 'dropped'} shard {finding.shard}: {finding.problem}")
+        if finding.state == "unchecked":
+            typer.echo(f"kept shard {finding.shard}: {finding.problem}")
     for key in removed:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {key}")
     for key in inputs:
@@ -182,6 +192,7 @@ def _verdict(
         "good": states["good"],
         "missing": [finding.shard for finding in findings if finding.state == "missing"],
         "corrupt": {f.shard: f.problem for f in findings if f.state == "corrupt"},
+        "unchecked": {f.shard: f.problem for f in findings if f.state == "unchecked"},
         "inputs": inputs,
         "bytes": sum(finding.bytes for finding in findings),
         "orphans": [info.key for info in unread],
@@ -193,7 +204,7 @@ def _remove_leftovers(dataset: Dataset, older_than: float, dry_run: bool) -> lis
     """Remove orphans and unfinished uploads that no living worker can still need."""
     removed = []
     for info in orphans(dataset):
-        if time.time() - info.modified >= older_than:
+        if time.time() - info.modified >= older_than and not named_now(dataset, info.key):
             removed.append(info.key)
             if not dry_run:
                 dataset.store.delete(info.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -31,7 +32,7 @@ from storage.shard_format import (
 
 Depth = Literal["sizes", "bytes", "cells"]
 """How far to look: object sizes; every byte by its digest; every cell decoded, every token compared."""
-State = Literal["good", "missing", "corrupt"]
+State = Literal["good", "missing", "corrupt", "unchecked"]
 
 _READ_BYTES = 16 << 20
 
@@ -42,7 +43,8 @@ class ShardFinding:
 
     shard: int
     state: State
-    """Missing: not extracted yet. Corrupt: has a record and does not hold what it says."""
+    """Missing: not extracted yet. Corrupt: has a record and does not hold what it says. Unchecked: holds what
+    it says, and what it should say is not known, for its input is gone or damaged."""
     bytes: int = 0
     """Size of the object, as committed."""
     problem: str = ""
@@ -83,6 +85,9 @@ def verify_shard(dataset: Dataset, shard: int, depth: Depth = "bytes") -> ShardF
             _check_bytes(dataset, record)
         if depth == "cells":
             _check_cells(dataset, record)
+    except DatasetError as error:
+        problem = f"cannot be compared with its input: {error}"
+        return ShardFinding(shard=shard, state="unchecked", bytes=record.size, problem=problem)
     except (ShardCorrupt, ObjectNotFound, ObjectTruncated) as error:
         return ShardFinding(shard=shard, state="corrupt", bytes=record.size, problem=str(error))
     return ShardFinding(shard=shard, state="good", bytes=record.size)
@@ -95,6 +100,20 @@ def orphans(dataset: Dataset) -> list[ObjectInfo]:
     """
     named = {record.object for record in dataset.records().values()}
     return [info for info in dataset.store.list(SHARDS) if info.key not in named]
+
+
+def named_now(dataset: Dataset, key: str) -> bool:
+    """Whether the record of an object's shard names it: a redo may give old content its old name again.
+
+    True also of a damaged record, which names what nobody knows.
+    """
+    shard = key.removeprefix(SHARDS).partition("-")[0]
+    try:
+        return bool(json.loads(dataset.store.get(f"{RECORDS}{shard}.json"))["object"] == key)
+    except ObjectNotFound:
+        return False
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 def damaged_inputs(dataset: Dataset, threads: int = 4) -> list[str]:
@@ -188,7 +207,10 @@ def _read_row_group(
 
 
 def _check_cells(dataset: Dataset, record: ShardRecord) -> None:
-    """Compare ids, tokens and masks with the shard's input, and decode every cell."""
+    """Compare ids, tokens and masks with the shard's input, and decode every cell.
+
+    Raises ShardCorrupt, DatasetError when it is the input that is gone or damaged.
+    """
     samples, codec = dataset.samples(record.shard), parse_codec(dataset.spec.codec)
     scales = dataset.scales() or {}
     rows = iter(dataset.spec.plan_rows([sample.num_tokens for sample in samples]))
