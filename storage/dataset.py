@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from pydantic import ValidationError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from dflash_core.configuration import UserError
 from dflash_core.records import Sample
 from storage.codec import parse_codec
 from storage.dataset_spec import (
@@ -41,7 +41,7 @@ from storage.dataset_spec import (
 )
 from storage.index import Index, read_index
 from storage.manifest import manifest_of, record_bytes, total_error
-from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError, open_store
+from storage.objects import ObjectExists, ObjectNotFound, Store, open_store
 from storage.planning import read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
 
@@ -66,6 +66,15 @@ class ShardAlreadyCommitted(DatasetError):
     """Another worker committed this shard first; what this one wrote has been removed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """The commit record that a redo found when it began, and replaces only if it is still the same."""
+
+    etag: str
+    object: str | None
+    """Key of the object that it names; None when the record is damaged."""
+
+
 class Dataset:
     """An existing data set. Cheap to open: plan, index and records are read on first use."""
 
@@ -84,22 +93,30 @@ class Dataset:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan. Raises DatasetError when it belongs to another data set."""
-        plan = Plan.model_validate_json(self._get(PLAN_KEY, "its creation did not finish: create it again"))
+        """The plan. Raises DatasetError when it is missing, damaged, or belongs to another data set."""
+        data = self._get(PLAN_KEY, "its creation did not finish: create it again")
+        try:
+            plan = Plan.model_validate_json(data)
+        except ValidationError:
+            raise DatasetError(
+                f"{self.uri}/{PLAN_KEY} is damaged: remove it and run the extraction again with the same "
+                "configuration, which writes it from the same chats"
+            ) from None
         self._check_fingerprint(plan.fingerprint, PLAN_KEY)
         return plan
 
     @cached_property
     def index(self) -> Index:
         """The index, digest checked."""
-        data = self.store.get(INDEX_KEY)
+        data = self._get(INDEX_KEY, self._input_remedy)
         self._check_digest(data, self.plan.index_sha256, INDEX_KEY)
         return read_index(data)
 
     def samples(self, shard: int) -> list[Sample]:
         """Read the input of one shard, in plan order, digest checked."""
-        data = self.store.get(samples_key(shard))
-        self._check_digest(data, self._planned(shard).samples_sha256, samples_key(shard))
+        planned = self._planned(shard)
+        data = self._get(samples_key(shard), self._input_remedy)
+        self._check_digest(data, planned.samples_sha256, samples_key(shard))
         return read_samples(data)
 
     def calibration_samples(self) -> list[Sample]:
@@ -190,21 +207,36 @@ class Dataset:
         with ThreadPoolExecutor(threads) as pool:
             return dict(zip(done, pool.map(self.record, done), strict=True))
 
-    def commit(self, record: ShardRecord, *, replace: bool = False) -> None:
+    def standing(self, shard: int) -> Standing | None:
+        """Return a shard's commit record as it is now, for a redo that will replace it; None without one."""
+        try:
+            # In this order: were it replaced in between, the stale etag would only make the redo lose.
+            etag = self.store.head(record_key(shard)).etag
+            data = self.store.get(record_key(shard))
+        except ObjectNotFound:
+            return None
+        with suppress(ValidationError):
+            named = ShardRecord.model_validate_json(data).object
+            return Standing(etag=etag, object=named if named.startswith(f"{SHARDS}{shard:05d}-") else None)
+        return Standing(etag=etag, object=None)
+
+    def commit(self, record: ShardRecord, *, replacing: Standing | None = None) -> None:
         """Make a shard exist. Its object must be in the store already.
 
-        `replace` breaks the seal, puts the record in the place of the present one, then removes the shard's
-        other objects. Raises ShardAlreadyCommitted when somebody was first: the caller's object is removed,
-        unless it is the very one that counts.
+        `replacing` is the record that `standing` found when the redo began: the seal is broken, the record
+        takes its place, then the object that it named is removed. Raises ShardAlreadyCommitted when somebody
+        was first: the caller's object is removed, unless it is the very one that counts.
         """
         self._check_record(record, record.shard)
         key, data = record_key(record.shard), record_bytes(record)
         try:
-            if replace and self._exists(key):
-                etag = self.store.head(key).etag
+            if replacing is not None:
+                if self.store.head(key).etag != replacing.etag:  # leaves the winner's seal whole
+                    raise ObjectExists(f"{self.uri}/{key} has changed")
                 self.unseal()
-                self.store.replace(key, data, etag)
-                self._delete_objects(record.shard, but=record.object)
+                self.store.replace(key, data, replacing.etag)
+                if replacing.object not in (None, record.object):
+                    self.store.delete(replacing.object)
             else:
                 self.store.put_bytes(key, data)
         except ObjectExists:
@@ -218,14 +250,18 @@ class Dataset:
         """Forget a shard (repair): break the seal, remove its record, then every object that it may have."""
         self.unseal()
         self.store.delete(record_key(shard))
-        self._delete_objects(shard)
+        for info in list(self.store.list(f"{SHARDS}{shard:05d}-")):
+            self.store.delete(info.key)
 
     def drop_plan(self, damaged: Sequence[str]) -> None:
-        """Forget the plan and damaged objects that it names; the same creation writes just these again."""
+        """Forget the plan and damaged objects that it names; the same creation writes just these again.
+
+        The plan goes last: while it is there, a repair that was stopped can be run again.
+        """
         self.unseal()
-        self.store.delete(PLAN_KEY)
         for key in damaged:
             self.store.delete(key)
+        self.store.delete(PLAN_KEY)
 
     # The seal.
 
@@ -293,11 +329,6 @@ class Dataset:
 
     # Small things.
 
-    def _delete_objects(self, shard: int, but: str = "") -> None:
-        for info in list(self.store.list(f"{SHARDS}{shard:05d}-")):
-            if info.key != but:
-                self.store.delete(info.key)
-
     @cached_property
     def _plan_sha256(self) -> str:
         return hashlib.sha256(self.store.get(PLAN_KEY)).hexdigest()
@@ -331,9 +362,15 @@ class Dataset:
     def _check_digest(self, data: bytes, wanted: str, key: str) -> None:
         if hashlib.sha256(data).hexdigest() != wanted:
             raise DatasetError(
-                f"{self.uri}/{key} is damaged (its sha256 is not the planned one): `dflash shards repair "
-                f"{self.uri}` drops it, and the extraction, run again with the same configuration, writes it"
+                f"{self.uri}/{key} is damaged (its sha256 is not the planned one); {self._input_remedy}"
             )
+
+    @property
+    def _input_remedy(self) -> str:
+        return (
+            f"`dflash shards repair {self.uri}` drops what is damaged of the plan's objects, and the "
+            "extraction, run again with the same configuration, writes it"
+        )
 
     def _exists(self, key: str) -> bool:
         try:
@@ -362,28 +399,18 @@ def create_dataset(
 
     Memory is bounded by a few shards' tokens; a killed creation is finished by the same call.
     A finished one is returned without reading the stream.
-    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. After any
-    UserError of the stream's nothing stays of a data set that this call began.
+    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. What was
+    written before an error stays, for another planner may count on it; without a plan it is no data set.
     """
     root = store.child(dataset_folder(name, spec))
     written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
-    began = True
     try:
         root.put_bytes(SPEC_KEY, json.dumps(written, indent=1, sort_keys=True).encode())
     except ObjectExists:
         _check_same_spec(root, spec)
-        began = False
     dataset = Dataset(root, spec)
     if not dataset._exists(PLAN_KEY):
-        try:
-            write_plan(root, spec, samples, scratch_dir)
-        except StoreError:
-            raise  # the samples are sound: the same call goes on from here
-        except UserError:
-            if began:
-                for info in list(root.list("")):
-                    root.delete(info.key)
-            raise
+        write_plan(root, spec, samples, scratch_dir)
     return dataset
 
 

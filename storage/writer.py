@@ -70,7 +70,8 @@ class ShardWriter:
         *,
         replace: bool = False,
     ) -> None:
-        """`replace` redoes a committed shard: the old one counts until the new one is committed.
+        """`replace` redoes a committed shard: the old one counts until the new one is committed, which fails
+        when another worker has replaced it since this call.
 
         The unpublished file is nameless: it disappears with the process. It needs the room of one shard in
         `scratch_dir` (default: the store's own file system, or the system's temporary folder).
@@ -80,6 +81,7 @@ class ShardWriter:
         self._dataset, self._shard, self._replace = dataset, shard, replace
         self._config = config or WriterConfig()
         self._codec = parse_codec(dataset.spec.codec)
+        self._replaced = dataset.standing(shard) if replace else None
         self._refuse_committed()
         self._scales = dataset.scales()
         if self._codec.needs_scales and self._scales is None:
@@ -134,7 +136,7 @@ class ShardWriter:
             record = self._record(groups, size, sha256)
             self._refuse_committed()
             self._publish(record)
-            self._dataset.commit(record, replace=self._replace)
+            self._dataset.commit(record, replacing=self._replaced)
             return record
         finally:
             self.abort()

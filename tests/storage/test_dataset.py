@@ -106,13 +106,27 @@ def test_an_id_that_is_no_text(tmp_path: Path) -> None:
         create_dataset(open_store(tmp_path), "made", made_spec(), [bad])
 
 
-def test_samples_that_cannot_be_used_leave_nothing(root: Store) -> None:
+def test_samples_that_cannot_be_used_make_no_data_set(root: Store) -> None:
     with pytest.raises(DatasetError, match="empty"):
         create_dataset(root, "made", made_spec(), [])
     samples = made_samples(40)
     with pytest.raises(DatasetError, match="two samples"):
         create_dataset(root, "made", made_spec(), [*samples, samples[0]])
-    assert not list(root.list(""))
+    with pytest.raises(DatasetError, match="no data set whose creation finished"):
+        open_dataset(root.uri)
+
+
+def test_a_planner_that_fails_takes_nothing_of_another(root: Store) -> None:
+    samples = made_samples(40)
+
+    def overtaken() -> Iterator[Sample]:
+        made_dataset(root, made_spec(), samples)
+        yield from samples[:1]
+        raise DatasetError("these chats cannot be used")
+
+    with pytest.raises(DatasetError, match="cannot be used"):
+        create_dataset(root, "made", made_spec(), overtaken())
+    write_missing(open_dataset(root.uri))
 
 
 def test_a_refused_stream_takes_nothing_of_what_was_there(root: Store) -> None:
@@ -220,6 +234,15 @@ def test_damaged_plan_objects_are_noticed(root: Store) -> None:
         fresh.samples(0)
     with pytest.raises(DatasetError, match=r"index\.parquet is damaged"):
         _ = fresh.index
+    for key in ("samples/00000.parquet", "index.parquet"):
+        dataset.store.delete(key)
+    with pytest.raises(DatasetError, match=r"no samples/00000\.parquet; `dflash shards repair"):
+        fresh.samples(0)
+    with pytest.raises(DatasetError, match=r"no index\.parquet; `dflash shards repair"):
+        _ = fresh.index
+    dataset.store.put_bytes("plan.json", b'{"torn', overwrite=True)
+    with pytest.raises(DatasetError, match=r"plan\.json is damaged: remove it and run the extraction again"):
+        open_dataset(dataset.uri)
 
 
 def test_no_credentials_in_what_is_stored(s3_uri: str) -> None:

@@ -201,6 +201,39 @@ def test_redo_replaces_then_removes(root: Store, tmp_path: Path) -> None:
     assert dataset.manifest().shards[0].object == new == dataset.record(0).object
 
 
+def redo(dataset: Dataset, shard: int, change: float) -> ShardWriter:
+    """Begin a redo whose states differ from the present ones; `close` it."""
+    writer = ShardWriter(dataset, shard, replace=True)
+    for sample in dataset.samples(shard):
+        states = {name: states + change for name, states in made_states(sample, dataset.columns).items()}
+        writer.add(CapturedSample(sample=sample, states=states))
+    return writer
+
+
+def test_of_two_redos_the_first_counts(root: Store) -> None:
+    dataset = made_dataset(root, made_spec("lossless"), made_samples(8))
+    write_missing(dataset)
+    stray = "shards/00000-0123456789abcdef.parquet"
+    dataset.store.put_bytes(stray, b"another worker's, not committed yet")
+    first, second, same = redo(dataset, 0, 1), redo(dataset, 0, 2), redo(dataset, 0, 1)
+    won = first.close()
+    dataset.seal()
+    for late in (second, same):
+        with pytest.raises(ShardAlreadyCommitted):
+            late.close()
+    assert dataset.record(0) == won
+    assert {info.key for info in dataset.store.list("shards/00000")} == {won.object, stray}
+    assert dataset.manifest().shards[0].object == won.object, "who loses breaks no seal"
+
+
+def test_a_redo_removes_nothing_of_another_shard(root: Store) -> None:
+    dataset = made_dataset(root, made_spec("lossless"), made_samples(8))
+    write_missing(dataset)
+    dataset.store.put_bytes("records/00000.json", dataset.store.get("records/00001.json"), overwrite=True)
+    redo(dataset, 0, 1).close()
+    dataset.seal()
+
+
 def test_a_damaged_object_of_the_same_name_is_replaced(root: Store) -> None:
     dataset = made_dataset(root, made_spec(), made_samples(8))
     write_missing(dataset)
