@@ -20,6 +20,9 @@ _LINES, _WHOLE, _PARQUET = (".jsonl", ".ndjson"), (".json",), (".parquet",)
 _PACKED = (".gz", ".zst")
 _READ_BYTES = 1 << 22
 
+_fingerprinted: dict[str, str] = {}
+"""Hugging Face data set -> the commit that `input_fingerprint` saw last, which is the one to read."""
+
 
 class UnreadableRecord(dict[str, Any]):
     """Stands in the stream for a line that is no JSON object; `error` says why. It is an empty record."""
@@ -36,6 +39,7 @@ def read_chats(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     by path; names that begin with "_" or "." are left out), or a Hugging Face data set, streamed: "name",
     "name:split" or "name:config:split" (split "train" by default). The line counts from 1; in .json and
     Parquet files it is the number of the record.
+    Of a data set the commit is read that `input_fingerprint` saw last in this process, or else the newest.
     Lines that are no JSON object come as `UnreadableRecord`. Raise UserError when there is nothing to read.
     """
     path = Path(source)
@@ -62,7 +66,8 @@ def input_fingerprint(sources: Sequence[str]) -> str:
             raise UserError(f"input {source!r} does not exist")
         else:
             name, config, split = _hub_name(source)
-            parts.append(["hub", name, config, split, _hub_commit(name)])
+            _fingerprinted[name] = _hub_commit(name)
+            parts.append(["hub", name, config, split, _fingerprinted[name]])
     return fingerprint(parts)
 
 
@@ -122,6 +127,8 @@ def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
+    except RecursionError:
+        return UnreadableRecord("its JSON is nested too deeply")
     except ValueError as error:
         return UnreadableRecord(f"not JSON: {error}")
     if not isinstance(record, dict):
@@ -133,7 +140,7 @@ def _read_json(data: bytes, path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """A .json file is a list of records, one record, or (as often found) lines of records."""
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         lines = [line for line in data.splitlines() if line.strip()]
         if len(lines) < 2 or isinstance(_parse(lines[0]), UnreadableRecord):
             raise UserError(f"{path} is not JSON: {error}") from None
@@ -173,7 +180,8 @@ def _read_hub(source: str) -> Iterator[tuple[dict[str, Any], str]]:
 
     name, config, split = _hub_name(source)
     try:
-        rows = iter(load_dataset(name, config, split=split, streaming=True))
+        revision = _fingerprinted.get(name)
+        rows = iter(load_dataset(name, config, split=split, streaming=True, revision=revision))
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot read data set {name!r} (split {split!r}): {error}") from None
     for number, record in enumerate(rows, start=1):

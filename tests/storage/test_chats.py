@@ -71,6 +71,38 @@ def test_lines_that_are_no_records_are_reported_in_their_place(tmp_path: Path) -
     assert isinstance(record, UnreadableRecord) and where.endswith("list.json:2")
 
 
+def test_a_record_that_is_nested_too_deeply_is_one_that_cannot_be_read(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    (tmp_path / "deep.jsonl").write_text(f"{LINES}{deep}\n{LINES}")
+    read = [record for record, _ in read_chats(str(tmp_path / "deep.jsonl"))]
+    assert [record for i, record in enumerate(read) if i != 2] == RECORDS * 2
+    assert isinstance(read[2], UnreadableRecord) and "nested too deeply" in read[2].error
+    (tmp_path / "deep.json").write_text(deep)
+    with pytest.raises(UserError, match="is not JSON"):
+        list(read_chats(str(tmp_path / "deep.json")))
+
+
+def test_a_data_set_is_read_at_the_commit_that_was_fingerprinted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is made up: what it is asked for is what counts."""
+    asked = []
+
+    def load_dataset(
+        name: str, config: str | None, *, revision: str | None, **_: Any
+    ) -> list[dict[str, Any]]:
+        asked.append((name, config, revision))
+        return RECORDS
+
+    class Information:
+        sha = "0123abc"
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda api, name: Information)
+    list(read_chats("some/chats"))
+    input_fingerprint(["some/chats:train"])
+    list(read_chats("some/chats:english:train"))
+    assert asked == [("some/chats", None, None), ("some/chats", "english", "0123abc")]
+
+
 def test_missing_or_empty_inputs_are_refused(tmp_path: Path) -> None:
     for source, message in (
         (str(tmp_path / "no.jsonl"), "does not exist"),
