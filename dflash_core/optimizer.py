@@ -38,7 +38,9 @@ class OptimizerConfig(Config):
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Rate at the end, as a share of the peak."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights; it is what is validated and exported."""
+    """Keep an exponential moving average of the weights; it is what is validated and exported. After t steps
+    the decay is at most (1 + t) / (10 + t), so that the random weights of the start are forgotten.
+    """
 
 
 def rate_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -98,7 +100,7 @@ class Optimizer:
             self.average = {name: p.detach().clone() for name, p in self._named.items()}
 
     def step(self, optimizer_step: int, weight_sum: Tensor, halted: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the parameters from their gradients and clear these.
+        """Update the parameters from their gradients and clear these; `optimizer_step` steps went before.
 
         `weight_sum` (float32 scalar on the device) is what the summed gradients are divided by; `halted`
         (float32 scalar) is 1 once the run has met a non-finite number: nothing is updated then. Returns the
@@ -129,7 +131,8 @@ class Optimizer:
         for parameter in self._named.values():
             parameter.grad = None
         if self.config.ema_decay is not None:
-            part = (1.0 - self.config.ema_decay) * (1.0 - halted)
+            decay = min(self.config.ema_decay, (1 + optimizer_step) / (10 + optimizer_step))
+            part = (1.0 - decay) * (1.0 - halted)
             for name, average in self.average.items():
                 average.lerp_(self._named[name].detach(), part)
         return norm, halted

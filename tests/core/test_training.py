@@ -180,6 +180,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(optimizer: str, weighting:
     assert_same(second.state(), whole.state())
 
 
+def test_the_average_of_a_short_run_is_not_that_of_its_random_start() -> None:
+    trainer = tiny_trainer(optimizer={"learning_rate": 3e-3, "ema_decay": 0.3})
+    expected = trainer.drafter.fc.weight.detach().clone()
+    for step, decay in enumerate([1 / 10, 2 / 11, 3 / 12, 0.3, 0.3]):
+        trainer.step(rows_for(trainer, epoch=step)[:1], 1)
+        expected = decay * expected + (1 - decay) * trainer.drafter.fc.weight.detach()
+    with trainer.averaged_weights() as drafter:
+        torch.testing.assert_close(drafter.fc.weight.detach(), expected)
+
+
 def test_state_of_another_drafter_is_refused() -> None:
     trainer = tiny_trainer()
     state = trainer.state()
