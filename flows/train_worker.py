@@ -184,7 +184,7 @@ class TrainLoop:
         """After the first whole step: compile the evaluation step too, tell what was compiled, allow no
         more.
         """
-        int(self._trainer.halted_at)  # waits for the device
+        self._settle()  # also so that the evaluation lies in no gap between steps
         self._watch.mark("first step")
         self._trainer.validate([row])
         self._clock.forget()
