@@ -177,7 +177,7 @@ class Checkpoints:
             for name, tensor in on_gpu.items():
                 copied[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-            return copied, self._stream.record_event()
+            return copied, self._stream.record_event(torch.cuda.Event(blocking=True))
 
     def _write(
         self,

@@ -49,7 +49,9 @@ class HostCopies:
         self._stream.wait_stream(torch.cuda.current_stream(states_TD.device))
         with torch.cuda.stream(self._stream):
             host = symbols.map(_page_locked_copy)
-        return HostCopy(host, self._stream.record_event(), symbols, states_TD, scale_D)
+        # Blocking: the thread that waits for the copy must not keep a core busy.
+        arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
+        return HostCopy(host, arrived, symbols, states_TD, scale_D)
 
     def finish(self, copy: HostCopy) -> Symbols:
         """Wait for the copy; return whole symbols on the host."""
