@@ -35,24 +35,27 @@ def captures(
     while queue:
         try:
             captured = target.capture(queue[0])
-        except TargetOutOfMemory:
-            if target.device.type == "cuda":
-                # What is still under way with earlier batches may be what fills the memory.
-                torch.cuda.synchronize(target.device)
-                torch.cuda.empty_cache()
-            if not waited:
-                waited = True
-                continue
-            if len(queue[0]) == 1:
-                raise
-            budget = _half(queue[0], budget)
-            queue = deque(target.batches([sample for batch in queue for sample in batch], budget))
-            if on_smaller is not None:
-                on_smaller(budget)
+        except TargetOutOfMemory as error:
+            no_room = str(error)  # not the error: its traceback holds the batch's activations
         else:
             queue.popleft()
             yield captured
             del captured
+            waited = False
+            continue
+        if target.device.type == "cuda":
+            # What is still under way with earlier batches may be what fills the memory.
+            torch.cuda.synchronize(target.device)
+            torch.cuda.empty_cache()
+        if not waited:
+            waited = True
+            continue
+        if len(queue[0]) == 1:
+            raise TargetOutOfMemory(no_room)
+        budget = _half(queue[0], budget)
+        queue = deque(target.batches([sample for batch in queue for sample in batch], budget))
+        if on_smaller is not None:
+            on_smaller(budget)
         waited = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -327,15 +328,22 @@ def test_a_smaller_budget_follows_when_memory_runs_out(folders: dict[str, Path])
     """The device's refusal stands in a wrapped layer: everything above it is real."""
     target = load(folders["qwen3"], batching="padded")
     layer = target.model.layers[0]
+    refused: list[weakref.ref[torch.Tensor]] = []
 
     def small_device(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs[0].shape[0] * inputs[0].shape[1] > 64:
+            refused.append(weakref.ref(inputs[0]))
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     layer.register_forward_pre_hook(small_device)
     samples = random_samples((30, 31, 32, 9, 8, 7, 3))
     told: list[int] = []
-    seen = [item for batch in captures(target, samples, 200, told.append) for item in batch]
+
+    def on_smaller(budget: int) -> None:
+        assert not any(activation() is not None for activation in refused), "they would fill the memory"
+        told.append(budget)
+
+    seen = [item for batch in captures(target, samples, 200, on_smaller) for item in batch]
     assert sorted(item.sample.sample_id for item in seen) == sorted(s.sample_id for s in samples)
     assert told and told == sorted(told, reverse=True) and told[-1] <= 96
     with pytest.raises(TargetOutOfMemory, match="no room"):
