@@ -194,9 +194,12 @@ class ShardWriter:
     def _scale(self, column: str, device: torch.device) -> torch.Tensor | None:
         if self._scales is None:
             return None
-        if self._scales[column].device != device:
-            self._scales[column] = self._scales[column].to(device)
-        return self._scales[column]
+        scale_D = self._scales[column]
+        if scale_D.device != device:
+            # From page-locked memory, or the caller would wait until its forward is done.
+            pinned_D = scale_D.pin_memory() if device.type == "cuda" else scale_D
+            self._scales[column] = scale_D = pinned_D.to(device, non_blocking=True)
+        return scale_D
 
     def _write_group(self) -> None:
         """Hand the row group that is whole to the thread that owns the file."""
