@@ -74,6 +74,10 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     assert_same(gradients(trainer, rows)[1], gradients(other, rows)[1], rtol=1e-5, atol=1e-7)
 
 
+def tensors_of(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 def _rank(rank: int, size: int, port: int, results: Any) -> None:
     import torch.distributed as dist
 
@@ -96,11 +100,10 @@ def _rank(rank: int, size: int, port: int, results: Any) -> None:
     trainer.step(mine, len(mine))
     summary, norm = trainer.summary()
     weights = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
-    if rank == size - 1:
-        results.put((summary.loss, norm, {n: v.numpy() for n, v in captured.items()}, summary.blocks))
+    arrays = [{n: v.numpy() for n, v in tensors.items()} for tensors in (captured, weights)]
+    results.put((summary.loss, norm, *arrays, summary.blocks))
     dist.barrier()
     dist.destroy_process_group()
-    del weights
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -115,18 +118,22 @@ def test_ranks_equal_one_rank_with_all_rows(size: int) -> None:
     ranks = [context.Process(target=_rank, args=(r, size, port, results)) for r in range(size)]
     for process in ranks:
         process.start()
-    loss, norm, found, blocks = results.get(timeout=400)
+    found = [results.get(timeout=400) for _ in ranks]
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
     trainer = tiny_trainer()
     rows = rows_for(trainer)
     expected_loss, expected = gradients(trainer, rows)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert_same({n: torch.from_numpy(v) for n, v in found.items()}, expected, rtol=1e-4, atol=1e-6)
     trainer.step(rows, len(rows))
     summary, expected_norm = trainer.summary()
-    assert norm == pytest.approx(expected_norm, rel=1e-4) and summary.blocks == blocks > 0
+    weights = {n: p.detach() for n, p in trainer.drafter.named_parameters()}
+    for loss, norm, found_gradients, found_weights, blocks in found:
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4) and summary.blocks == blocks > 0
+        assert_same(tensors_of(found_gradients), expected, rtol=1e-4, atol=1e-6)
+        assert_same(tensors_of(found_weights), weights, rtol=1e-4, atol=1e-6)
+        assert_same(tensors_of(found_weights), tensors_of(found[0][3]))
 
 
 def test_accumulated_step_equals_adamw_on_the_mean_gradient() -> None:
