@@ -69,6 +69,10 @@ class Oracle:
 
     def propose(self, anchor_id: torch.Tensor) -> torch.Tensor:
         assert self.text[self.seen] == int(anchor_id), "the anchor is the first token that was not observed"
+        return self.drafts()
+
+    def drafts(self) -> torch.Tensor:
+        """Of the known text at the next place, whatever was decoded before it."""
         wanted = self.text[self.seen + 1 : self.seen + self.block_size]
         wanted += [0] * (self.block_size - 1 - len(wanted))
         drafts = torch.tensor(wanted)

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.gpu
 
 
 class OracleOnGpu(Oracle):
+    """Goes on with its own text where decoding has left it at a tie."""
+
     def propose(self, anchor_id: torch.Tensor) -> torch.Tensor:
-        return super().propose(anchor_id).cuda()
+        return self.drafts().to(anchor_id.device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,11 +29,7 @@ def test_texts_are_equal_up_to_ties(kind: str, dtype: torch.dtype, tolerance: fl
     plain = greedy_generate(target, PROMPT, max_new_tokens=120)
     long = greedy_generate(target, PROMPT, max_new_tokens=140).token_ids
     oracle = OracleOnGpu(PROMPT, long, 8, 0.3)
-    # After a tie the oracle's text is another one: compare up to there.
-    try:
-        drafted = speculative_generate(target, oracle, PROMPT, max_new_tokens=120)
-    except AssertionError:
-        pytest.skip("the texts left each other at a tie; the oracle knows only one of them")
+    drafted = speculative_generate(target, oracle, PROMPT, max_new_tokens=120)
     difference = first_difference(plain, drafted, tolerance=tolerance)
     assert difference is None or difference.tie
 
