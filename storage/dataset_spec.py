@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from dflash_core.configuration import Config, UserError, fingerprint
 from dflash_core.records import CaptureSpec, TargetSpec
 from storage.codec import parse_codec
-from storage.shard_format import FORMAT_VERSION, PlannedRow, plan_rows
+from storage.shard_format import FORMAT_VERSION, FormatVersion, PlannedRow, plan_rows
 
 SPEC_KEY, PLAN_KEY, INDEX_KEY = "dataset.json", "plan.json", "index.parquet"
 SCALES_FILE, MANIFEST_KEY = "scales.safetensors", "manifest.json"
@@ -45,7 +45,7 @@ class DatasetSpec(Config):
     longer requests, but are read again where a shuffled epoch comes back to them and memory is short."""
     calibration_tokens: int = Field(default=65_536, ge=1)
     """Scales come from the first samples of the data set, up to so many tokens."""
-    format_version: int = FORMAT_VERSION
+    format_version: FormatVersion = FORMAT_VERSION
 
     @field_validator("codec")
     @classmethod

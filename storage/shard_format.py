@@ -7,11 +7,12 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import AfterValidator
 
 from dflash_core.configuration import Config, UserError
 from storage.cell import Cell, CodecError, imprint, open_cell
@@ -70,6 +71,18 @@ def plan_rows(lengths: Sequence[int], max_tokens: int, fill_tokens: int) -> list
     return rows
 
 
+def _known_format(version: int) -> int:
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"format version {version}: this version of the software reads and writes {FORMAT_VERSION} alone"
+        )
+    return version
+
+
+FormatVersion = Annotated[int, AfterValidator(_known_format)]
+"""The version of everything that a data set holds."""
+
+
 class RowGroupRecord(Config):
     """Where one row group lies in its shard."""
 
@@ -88,7 +101,7 @@ class RowGroupRecord(Config):
 class ShardRecord(Config):
     """The commit record of one shard: a shard without one does not exist."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: FormatVersion = FORMAT_VERSION
     fingerprint: str
     """Fingerprint of the data set."""
     shard: int

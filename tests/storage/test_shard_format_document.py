@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_core.configuration import Config
 from storage.dataset import Dataset
+from storage.dataset_spec import Manifest, Plan, PlannedShard, SealedShard
+from storage.shard_format import RowGroupRecord, ShardRecord
 from tests.storage.made import made_dataset, made_samples, made_spec, made_states, write_missing
 
 PAGE = (Path(__file__).parents[2] / "docs" / "shard-format.md").read_text()
@@ -53,6 +56,11 @@ def test_every_object_is_on_the_page(dataset: Dataset) -> None:
     for info in dataset.store.list():
         name = re.sub(r"00\d{3}(-[0-9a-f]{16})?", "00000", info.key)
         assert name.split(".")[0].split("-")[0] in PAGE, info.key
+
+
+@pytest.mark.parametrize("kind", [Plan, PlannedShard, ShardRecord, RowGroupRecord, Manifest, SealedShard])
+def test_every_field_is_on_the_page(kind: type[Config]) -> None:
+    assert [name for name in kind.model_fields if f"`{name}`" not in PAGE] == []
 
 
 def test_every_column_is_on_the_page(dataset: Dataset) -> None:
