@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from dflash_core.configuration import UserError
 from dflash_core.records import Sample
 from storage.codec import parse_codec
 from storage.dataset_spec import (
@@ -41,7 +42,7 @@ from storage.dataset_spec import (
 )
 from storage.index import Index, read_index
 from storage.manifest import manifest_of, record_bytes, total_error
-from storage.objects import ObjectExists, ObjectNotFound, Store, open_store
+from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError, open_store
 from storage.planning import read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
 
@@ -196,8 +197,10 @@ class Dataset:
         try:
             record = ShardRecord.model_validate_json(data)
         except ValidationError as error:
-            faults = f"{self.uri}/{record_key(shard)} is no commit record ({error.error_count()} faults)"
-            raise ShardCorrupt(f"{faults}; {mend(self.uri)}") from None
+            fault = error.errors()[0]["msg"]
+            raise ShardCorrupt(
+                f"{self.uri}/{record_key(shard)} is no commit record ({fault}); {mend(self.uri)}"
+            ) from None
         self._check_record(record, shard)
         return record
 
@@ -399,18 +402,28 @@ def create_dataset(
 
     Memory is bounded by a few shards' tokens; a killed creation is finished by the same call.
     A finished one is returned without reading the stream.
-    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. What was
-    written before an error stays, for another planner may count on it; without a plan it is no data set.
+    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. After any
+    UserError of the stream's all that this call wrote is removed, unless somebody else wrote beside it.
     """
     root = store.child(dataset_folder(name, spec))
     written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
+    created: list[str] = []
     try:
         root.put_bytes(SPEC_KEY, json.dumps(written, indent=1, sort_keys=True).encode())
+        created.append(SPEC_KEY)
     except ObjectExists:
         _check_same_spec(root, spec)
     dataset = Dataset(root, spec)
     if not dataset._exists(PLAN_KEY):
-        write_plan(root, spec, samples, scratch_dir)
+        try:
+            write_plan(root, spec, samples, scratch_dir, created)
+        except StoreError:
+            raise  # the samples are sound: the same call goes on from here
+        except UserError:
+            if {info.key for info in root.list("")} == set(created):
+                for key in reversed(created):
+                    root.delete(key)
+            raise
     return dataset
 
 

@@ -46,11 +46,14 @@ _INDEX_SCHEMA = pa.schema(
 )
 
 
-def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None) -> Plan:
+def write_plan(
+    store: Store, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None, created: list[str]
+) -> Plan:
     """Write samples/, index.parquet and, last, plan.json below the data set's root.
 
     Holds a few shards' tokens in memory, whatever the number of samples (ids that were seen wait in a scratch
     database). Every object is a function of the stream, so a killed creation is finished by the same call.
+    Keys that this call creates are added to `created`, whether it succeeds or not.
     Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written.
     """
     ids = _SeenIds(scratch_dir, drop=spec.duplicate_ids == "drop")
@@ -58,7 +61,7 @@ def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scrat
         tempfile.TemporaryFile(dir=scratch_dir) as file,
         closing(_IndexWriter(file)) as index,
         closing(ids),
-        closing(_Uploads(store)) as uploads,
+        closing(_Uploads(store, created)) as uploads,
     ):
         shards = [
             uploads.add(index.add(number, spec, shard), shard)
@@ -66,7 +69,7 @@ def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scrat
         ]
         planned = tuple(shard.result() for shard in shards)
         index.finish()
-        index_sha256 = _publish_same(store, INDEX_KEY, file)
+        index_sha256 = _publish_same(store, INDEX_KEY, file, created)
     if not planned:
         raise DatasetError("there is not one usable sample: the data set would be empty")
     plan = Plan(
@@ -78,7 +81,7 @@ def write_plan(store: Store, spec: DatasetSpec, samples: Iterable[Sample], scrat
         index_sha256=index_sha256,
         shards=planned,
     )
-    _publish_same(store, PLAN_KEY, plan.model_dump_json(indent=1).encode())
+    _publish_same(store, PLAN_KEY, plan.model_dump_json(indent=1).encode(), created)
     return plan
 
 
@@ -217,8 +220,8 @@ class _IndexWriter:
 class _Uploads:
     """Puts the samples of a few shards at a time; `add` waits when too many are on their way."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, created: list[str]) -> None:
+        self._store, self._created = store, created
         self._pool = ThreadPoolExecutor(_UPLOADS)
         self._pending: deque[Future[PlannedShard]] = deque()
 
@@ -230,7 +233,8 @@ class _Uploads:
         return future
 
     def _put(self, planned: PlannedShard, samples: list[Sample]) -> PlannedShard:
-        sha256 = _publish_same(self._store, samples_key(planned.shard), _encode_samples(samples))
+        key, data = samples_key(planned.shard), _encode_samples(samples)
+        sha256 = _publish_same(self._store, key, data, self._created)
         return planned.model_copy(update={"samples_sha256": sha256})
 
     def close(self) -> None:
@@ -254,14 +258,14 @@ def _encode_samples(samples: list[Sample]) -> bytes:
     return sink.getvalue()
 
 
-def _publish_same(store: Store, key: str, data: bytes | IO[bytes]) -> str:
+def _publish_same(store: Store, key: str, data: bytes | IO[bytes], created: list[str]) -> str:
     """Create an object, or make sure that the one that is there says the same; returns its sha256."""
     try:
         if isinstance(data, bytes):
             store.put_bytes(key, data)
-            return hashlib.sha256(data).hexdigest()
-        store.put_file(key, cast(BinaryIO, data))
-        return hashlib.file_digest(_from_start(data), "sha256").hexdigest()
+        else:
+            store.put_file(key, cast(BinaryIO, data))
+        created.append(key)
     except ObjectExists:
         there, here = store.get(key), data if isinstance(data, bytes) else _from_start(data).read()
         if there != here and not _same_table(there, here):
@@ -270,6 +274,9 @@ def _publish_same(store: Store, key: str, data: bytes | IO[bytes]) -> str:
                 "under the same fingerprint: choose another name for the data set, or remove this one"
             ) from None
         return hashlib.sha256(there).hexdigest()
+    if isinstance(data, bytes):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.file_digest(_from_start(data), "sha256").hexdigest()
 
 
 def _from_start(file: IO[bytes]) -> Any:
