@@ -248,6 +248,11 @@ class Dataset:
             raise ShardAlreadyCommitted(
                 f"shard {record.shard} of {self.uri} was committed by another worker; its version counts"
             ) from None
+        except ObjectNotFound:
+            raise DatasetError(
+                f"shard {record.shard} of {self.uri} was dropped by a repair while it was done again: run "
+                "the extraction again"
+            ) from None
 
     def drop(self, shard: int) -> None:
         """Forget a shard (repair): break the seal, remove its record, then every object that it may have."""

@@ -270,8 +270,8 @@ def _publish_same(store: Store, key: str, data: bytes | IO[bytes], created: list
         there, here = store.get(key), data if isinstance(data, bytes) else _from_start(data).read()
         if there != here and not _same_table(there, here):
             raise DatasetError(
-                f"{store.uri}/{key} was written from other samples than these; the chats must have changed "
-                "under the same fingerprint: choose another name for the data set, or remove this one"
+                f"{store.uri}/{key} is damaged or was written from other samples than these, as "
+                "when chats change under the same fingerprint: choose another name, or remove this data set"
             ) from None
         return hashlib.sha256(there).hexdigest()
     if isinstance(data, bytes):
@@ -288,4 +288,7 @@ def _same_table(left: bytes, right: bytes) -> bool:
     """Another version of the Parquet library may write the same rows in other bytes."""
     if not (left.startswith(b"PAR1") and right.startswith(b"PAR1")):
         return False
-    return bool(pq.read_table(pa.BufferReader(left)).equals(pq.read_table(pa.BufferReader(right))))
+    try:
+        return bool(pq.read_table(pa.BufferReader(left)).equals(pq.read_table(pa.BufferReader(right))))
+    except (pa.ArrowException, OSError):  # damaged
+        return False

@@ -90,6 +90,15 @@ def test_other_samples_under_the_same_fingerprint_are_noticed(root: Store) -> No
         create_dataset(root, "made", made_spec(), made_samples(40, seed=1))
 
 
+def test_creation_on_damaged_samples_is_one_clear_error(tmp_path: Path) -> None:
+    dataset = made_dataset(tmp_path, made_spec(), made_samples(10))
+    key = "samples/00000.parquet"
+    dataset.store.put_bytes(key, dataset.store.get(key)[:-9], overwrite=True)
+    dataset.store.delete("plan.json")
+    with pytest.raises(DatasetError, match=r"samples/00000\.parquet is damaged or was written from other"):
+        made_dataset(tmp_path, made_spec(), made_samples(10))
+
+
 def test_ids_twice(tmp_path: Path) -> None:
     samples = made_samples(10)
     with pytest.raises(DatasetError, match="chat-000003"):

@@ -226,6 +226,17 @@ def test_of_two_redos_the_first_counts(root: Store) -> None:
     assert dataset.manifest().shards[0].object == won.object, "who loses breaks no seal"
 
 
+def test_a_shard_that_is_dropped_during_its_redo(root: Store) -> None:
+    dataset = made_dataset(root, made_spec("lossless"), made_samples(8))
+    write_missing(dataset)
+    writer = redo(dataset, 0, 1)
+    dataset.drop(0)
+    with pytest.raises(DatasetError, match="dropped by a repair"):
+        writer.close()
+    assert dataset.missing() == [0]
+    write_missing(dataset)
+
+
 def test_a_redo_removes_nothing_of_another_shard(root: Store) -> None:
     dataset = made_dataset(root, made_spec("lossless"), made_samples(8))
     write_missing(dataset)
