@@ -42,9 +42,10 @@ class BorrowedWeights(Config):
     """None: tied to the embedding."""
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read embedding [V, D] and head [V, D] as bf16 on the CPU; tied, both are the same tensor."""
+        """Read embedding [V, D] and head [V, D] as bf16 on the CPU: one tensor twice where they are equal."""
         embedding_VD = self.embedding.read()
-        return embedding_VD, self.head.read() if self.head else embedding_VD
+        head_VD = self.head.read() if self.head else embedding_VD
+        return embedding_VD, embedding_VD if torch.equal(head_VD, embedding_VD) else head_VD
 
 
 def find_embedding_and_head(path: str, revision: str | None = None) -> BorrowedWeights:
