@@ -11,7 +11,8 @@ lossless, tolerance=0.1 and tolerance=0.3) to
   s3-far   the same server behind a relay that answers after 20 ms and carries 80 MB/s a connection
 
 Reading follows the plan of a training epoch and fills packed rows [C, L*D] with the bf16 states of all
-layers; `--threads` files, parts or row groups are on their way at a time in every layout.
+layers; `--threads` files, parts or row groups are on their way at a time in every layout (row groups of the
+store: `--fetch-threads`, where that is given).
 
 Reported for each: write and read tokens_s, cpu_s (of this process, without the server), bytes_per_token, and
 rss_MB: how much the peak of resident memory grew. "read" of a local folder starts with nothing in the page

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,6 +91,7 @@ class Beside:
 
     def __init__(self) -> None:
         self.training_runs, self.extraction_is_over = threading.Event(), threading.Event()
+        self.stopping = False
 
 
 class Topology:
@@ -167,8 +169,10 @@ class Topology:
                 when[message["step"]] = time.monotonic()
                 if beside is not None and len(when) > 1:
                     beside.training_runs.set()
-                if beside is not None and beside.extraction_is_over.is_set():
-                    os.kill(next(m["pid"] for m in said if m["kind"] == "started"), signal.SIGTERM)
+                if beside is not None and beside.extraction_is_over.is_set() and not beside.stopping:
+                    beside.stopping = True
+                    with suppress(ProcessLookupError):
+                        os.kill(next(m["pid"] for m in said if m["kind"] == "started"), signal.SIGTERM)
             if message["kind"] == "stderr":
                 print(message["text"], file=sys.stderr, flush=True)
 
@@ -184,6 +188,8 @@ class Topology:
         rows = rows[1:] or rows  # the first holds the steps that compile
         if beside is not None:
             rows = [row for row in rows if self.timed[0] < when[row["step"]] < self.timed[1]]
+            if not rows:
+                raise RuntimeError("no rate was read while extraction ran: more --shards-per-gpu")
         step_ms = median(row["step_ms"] for row in rows)
         wait_ms = median(row["data_wait_ms"] for row in rows)
         started = next(m for m in said if m["kind"] == "started")

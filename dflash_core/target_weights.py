@@ -33,6 +33,11 @@ class TensorPlace(Config):
         with safe_open(self.file, framework="pt") as tensors:
             return tensors.get_tensor(self.name).to(torch.bfloat16)
 
+    def shape(self) -> list[int]:
+        """Look its shape up."""
+        with safe_open(self.file, framework="pt") as tensors:
+            return list(tensors.get_slice(self.name).get_shape())
+
 
 class BorrowedWeights(Config):
     """Where what a drafter borrows from its target lies on this machine."""
@@ -57,14 +62,16 @@ def find_embedding_and_head(path: str, revision: str | None = None) -> BorrowedW
     embedding = _find(path, revision, _EMBEDDING_ENDINGS)
     if embedding is None:
         raise UserError(f"{path!r} holds no embedding (a tensor named like {_EMBEDDING_ENDINGS[1]!r})")
-    with safe_open(embedding.file, framework="pt") as tensors:
-        found = tensors.get_slice(embedding.name).get_shape()
     shape = [text.vocab_size, text.hidden_size]
-    if list(found) != shape:
-        raise UserError(f"the embedding of {path!r} is {list(found)}, config.json says {shape}")
+    if embedding.shape() != shape:
+        raise UserError(f"the embedding of {path!r} is {embedding.shape()}, config.json says {shape}")
     # A head of its own counts, whatever the configuration says; transformers loads it too.
     head = _find(path, revision, _HEAD_ENDINGS)
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
+    if head is not None and head.shape() != shape:
+        if not tied:
+            raise UserError(f"the head of {path!r} is {head.shape()}, config.json says {shape}")
+        head = None  # of another part of the model
     if head is None and not tied:
         raise UserError(f"{path!r} holds no lm_head.weight and its config does not tie it to the embedding")
     return BorrowedWeights(embedding=embedding, head=head)

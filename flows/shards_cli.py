@@ -85,7 +85,7 @@ def verify(
     threads: Threads = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Check every shard against its commit record. Exit code 1 when any is missing or corrupt."""
+    """Check every shard against its commit record. Exit code 1 when any is missing, corrupt or unchecked."""
     dataset = open_dataset(uri)
     findings = _verify(dataset, look.value, threads, quiet=as_json)
     inputs = damaged_inputs(dataset, threads)

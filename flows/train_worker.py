@@ -137,7 +137,7 @@ class TrainLoop:
         self._said_fast = self._validated = False
         self._stopping = False
         """Whether the ranks have agreed to stop: one was asked to."""
-        self._read_at = trainer.optimizer_step
+        self._began_at = self._read_at = trainer.optimizer_step
         self._places: dict[int, StepPlace] = {}
         self._compiled = self._config.compiles_on(self._world.device.type)
 
@@ -236,7 +236,8 @@ class TrainLoop:
         return {"signs_off_fast_path": len(self._signs), **signs}
 
     def _take(self, report: StepReport) -> None:
-        self._meter.add(report)
+        if not self._compiled or report.optimizer_step > self._began_at:  # the first one compiles
+            self._meter.add(report)
         self._fast_path.observe(report.step_ms)
         self._stopping = self._stopping or report.stop
         if report.halted_at >= 0:

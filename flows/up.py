@@ -78,15 +78,17 @@ def join(limit: int, healthcheck: bool) -> None:
 def temporary_server(log: Path) -> Iterator[str]:
     """Run a server without a UI for as long as the block lasts; yields the address of its API.
 
-    Unlike the temporary server of Prefect's own it is out of Ctrl-C's reach, and SIGTERM ends the block as
-    Ctrl-C does: it is there to be told how the runs ended. Raises UserError when it does not start.
+    Unlike the temporary server of Prefect's own it is out of Ctrl-C's reach. SIGTERM and a closed terminal
+    end the block as Ctrl-C does: the server is there to be told how the runs ended, and goes after them.
+    Raises UserError when it does not start.
     """
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--no-ui", "--no-scheduler", "--no-late-runs"]
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    ends = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         with _process(command, _environment(f"{url}/api"), log) as server:
             _wait_for_server(url, server, log)
@@ -95,7 +97,8 @@ def temporary_server(log: Path) -> Iterator[str]:
             finally:
                 _send_last_words()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _send_last_words() -> None:

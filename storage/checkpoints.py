@@ -248,7 +248,9 @@ class Checkpoints:
             replaced = _step_of(info.key) == now and info.key != written
             if replaced or _step_of(info.key) not in kept:
                 self._store.delete(info.key)
-        with suppress(StoreError):  # what a killed rank had begun to upload is invisible, and paid for
+        with suppress(
+            StoreError, OSError
+        ):  # what a killed rank had begun to upload is invisible, and paid for
             self._store.abort_unfinished(FOLDER, older_than=UNFINISHED_S)
 
     # Reading.

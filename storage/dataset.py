@@ -249,6 +249,10 @@ class Dataset:
                 f"shard {record.shard} of {self.uri} was committed by another worker; its version counts"
             ) from None
         except ObjectNotFound:
+            if replacing is None:
+                raise
+            if not self._exists(key):
+                self.store.delete(record.object)
             raise DatasetError(
                 f"shard {record.shard} of {self.uri} was dropped by a repair while it was done again: run "
                 "the extraction again"

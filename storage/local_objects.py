@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 from urllib.parse import unquote, urlsplit
@@ -207,7 +207,8 @@ def _link_anonymous(descriptor: int, target: Path) -> bool:
     stat = os.fstat(descriptor)
     if stat.st_nlink or stat.st_dev != target.parent.stat().st_dev:
         return False
-    os.fchmod(descriptor, 0o666 & ~_umask())
+    with suppress(OSError):  # some mounted file systems know no modes
+        os.fchmod(descriptor, 0o666 & ~_umask())
     os.fsync(descriptor)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -226,7 +227,7 @@ def _link_anonymous(descriptor: int, target: Path) -> bool:
 def _umask() -> int:
     """Read this process's umask where setting it, the only way that Python has, would race with threads."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
+    return next((int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:")), 0o022)
 
 
 def _sync_folder(folder: Path) -> None:
