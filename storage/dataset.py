@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -63,6 +63,9 @@ __all__ = [
 ]
 
 
+Own = TypeVar("Own", Plan, Manifest)
+
+
 class ShardAlreadyCommitted(DatasetError):
     """Another worker committed this shard first; what this one wrote has been removed."""
 
@@ -95,16 +98,13 @@ class Dataset:
     @cached_property
     def plan(self) -> Plan:
         """The plan. Raises DatasetError when it is missing, damaged, or belongs to another data set."""
-        data = self._get(PLAN_KEY, "its creation did not finish: create it again")
-        try:
-            plan = Plan.model_validate_json(data)
-        except ValidationError:
-            raise DatasetError(
-                f"{self.uri}/{PLAN_KEY} is damaged: remove it and run the extraction again with the same "
-                "configuration, which writes it from the same chats"
-            ) from None
-        self._check_fingerprint(plan.fingerprint, PLAN_KEY)
-        return plan
+        return self._own(
+            Plan,
+            PLAN_KEY,
+            missing="its creation did not finish: create it again",
+            damaged="run the extraction again with the same configuration, which writes it from the same "
+            "chats",
+        )
 
     @cached_property
     def index(self) -> Index:
@@ -319,14 +319,12 @@ class Dataset:
 
         Raises DatasetError when the data set is not sealed, or the seal belongs to another data set or plan.
         """
-        data = self._get(MANIFEST_KEY, "it is not complete: run the extraction to its end")
-        try:
-            manifest = Manifest.model_validate_json(data)
-        except ValidationError:
-            raise DatasetError(
-                f"{self.uri}/{MANIFEST_KEY} is damaged: remove it and run the extraction again"
-            ) from None
-        self._check_fingerprint(manifest.fingerprint, MANIFEST_KEY)
+        manifest = self._own(
+            Manifest,
+            MANIFEST_KEY,
+            missing="it is not complete: run the extraction to its end",
+            damaged="run the extraction again",
+        )
         if manifest.plan_sha256 != self._plan_sha256 or manifest.scales_sha256 != self.scales_sha256:
             raise DatasetError(
                 f"{self.uri}/{MANIFEST_KEY} belongs to another plan or other scales than lie beside it"
@@ -396,6 +394,16 @@ class Dataset:
             return self.store.get(key)
         except ObjectNotFound:
             raise DatasetError(f"{self.uri} has no {key}; {otherwise}") from None
+
+    def _own(self, model: type[Own], key: str, *, missing: str, damaged: str) -> Own:
+        """Read what lies under a key. Raises DatasetError when it is missing, damaged, or of another set."""
+        data = self._get(key, missing)
+        try:
+            found = model.model_validate_json(data)
+        except ValidationError:
+            raise DatasetError(f"{self.uri}/{key} is damaged: remove it and {damaged}") from None
+        self._check_fingerprint(found.fingerprint, key)
+        return found
 
     def _shard_of(self, key: str) -> int:
         number = key.removeprefix(RECORDS).removesuffix(".json")
