@@ -60,7 +60,9 @@ def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
             name,
             f"{found[0]['costs']['bits_per_value']:.2f}",
             f"{found[0]['costs']['bytes_per_token']:.0f}",
-            f"{statistics.fmean(found[0]['costs']['relative_error']):.1%}",
+            # Without channel scales an error can only be put in relation to the energy.
+            f"{statistics.fmean(found[0]['costs']['relative_error']):.1%}"
+            + ("" if name.startswith("tolerance") else " of the energy"),
             str(len(found)),
             _spread([r["trained_families"] for r in found]),
             _spread([r["unseen_families"] for r in found]),
@@ -144,11 +146,35 @@ def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
 
 
 def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    for name, size, draw in (("codecs", (11, 4.4), _plot_codecs), ("ablations", (9, 4.4), _plot_ablations)):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(by_name, figure)
+        figure.savefig(folder / f"{name}.png", dpi=120)
+
+
+def _plot_ablations(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
+    """Each recipe's acceptance beside that of the base, whose seeds spread over the shaded band."""
+    order = {group: i for i, group in enumerate(GROUPS)}
+    runs = sorted((key for key in by_name if key[0] != "codec"), key=lambda key: order[key[0]], reverse=True)
+    labels = [f"{group}: {name}" for group, name in runs]
+    parts = (("trained_families", "trained families"), ("unseen_families", "unseen families"))
+    for axes, (key, label) in zip(figure.subplots(1, 2, sharey=True), parts, strict=True):
+        values = [[r[key] for r in by_name[run]] for run in runs]
+        axes.barh(labels, [statistics.fmean(v) for v in values], height=0.6)
+        for place, seeds in enumerate(values):
+            axes.plot(seeds, [place] * len(seeds), "k.", markersize=4)
+        if base := [r[key] for r in by_name.get(BASE, [])]:
+            axes.axvspan(min(base), max(base), color="black", alpha=0.25)
+            axes.axvline(statistics.fmean(base), color="black", lw=1)
+            axes.set_xlim(left=min(map(min, [*values, base])) - 0.1)
+        axes.set_xlabel(f"tokens a target call, {label}")
+        axes.grid(axis="x", alpha=0.3)
+
+
+def _plot_codecs(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
+    """Acceptance over bits a value, and over the steps of training."""
     left, right = figure.subplots(1, 2)
     for key, label in (("trained_families", "trained families"), ("unseen_families", "unseen families")):
         points = sorted(
@@ -175,4 +201,3 @@ def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
     right.set_ylabel("teacher-forced acceptance while training")
     right.grid(alpha=0.3)
     right.legend(fontsize=7)
-    figure.savefig(folder / "codecs.png", dpi=120)

@@ -509,8 +509,8 @@ class Decoding:
                 {
                     "position": d.position,
                     "tie": d.tie,
-                    "greedy": str(d.greedy_top_two),
-                    "block": str(d.speculative_top_two),
+                    "greedy": str(d.greedy_candidates),
+                    "block": str(d.speculative_candidates),
                 }
                 for d in wrong
             ],

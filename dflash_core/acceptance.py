@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dflash_core.draft_layers import draft_layer, final_norm, rotary_tables
 from dflash_core.drafter import ContextCache, Drafter
-from dflash_core.speculative import Generation, TopTwo
+from dflash_core.speculative import Candidates, Generation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,42 +73,46 @@ class Difference:
     greedy_token: int | None
     """None where the greedy text had ended."""
     speculative_token: int | None
-    greedy_top_two: TopTwo | None
-    """The target's two best candidates when it ran token by token ..."""
-    speculative_top_two: TopTwo | None
+    greedy_candidates: Candidates | None
+    """The target's best candidates when it ran token by token ..."""
+    speculative_candidates: Candidates | None
     """... and when it verified a block."""
     tie: bool
-    """Both runs had the same two candidates, no further apart than the tolerance in either."""
+    """In both runs the two tokens were no further apart than the tolerance."""
 
 
 def first_difference(greedy: Generation, speculative: Generation, *, tolerance: float) -> Difference | None:
     """Compare two greedy texts token for token; None when they are equal.
 
     A block of tokens and a single token go through different kernels, so two candidates whose logits nearly
-    agree may swap. That counts as a tie when both runs had the same two candidates and their logits lie
-    within `tolerance` times the larger magnitude (0: nothing is a tie but exactly equal logits).
+    agree may swap. That counts as a tie when in both runs the logits of the two tokens lie within `tolerance`
+    times the larger magnitude (0: nothing is a tie but exactly equal logits).
     """
     one, two = greedy.token_ids, speculative.token_ids
     differing = (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
     position = next(differing, min(len(one), len(two)))
     if position == len(one) == len(two):
         return None
-    tops = [g.top_two[position] if position < len(g.top_two) else None for g in (greedy, speculative)]
+    tokens = [ids[position] if position < len(ids) else None for ids in (one, two)]
+    candidates = [
+        g.candidates[position] if position < len(g.candidates) else None for g in (greedy, speculative)
+    ]
     return Difference(
         position=position,
-        greedy_token=one[position] if position < len(one) else None,
-        speculative_token=two[position] if position < len(two) else None,
-        greedy_top_two=tops[0],
-        speculative_top_two=tops[1],
-        tie=_is_tie(tops[0], tops[1], tolerance),
+        greedy_token=tokens[0],
+        speculative_token=tokens[1],
+        greedy_candidates=candidates[0],
+        speculative_candidates=candidates[1],
+        tie=all(_near(found, tokens, tolerance) for found in candidates),
     )
 
 
-def _is_tie(one: TopTwo | None, two: TopTwo | None, tolerance: float) -> bool:
-    if one is None or two is None or set(one.tokens) != set(two.tokens):
+def _near(found: Candidates | None, tokens: Sequence[int | None], tolerance: float) -> bool:
+    """Whether these two tokens are candidates whose logits nearly agree."""
+    if found is None:
         return False
-    gaps = [(t.logits[0] - t.logits[1]) / max(abs(t.logits[0]), abs(t.logits[1])) for t in (one, two)]
-    return max(gaps) <= tolerance
+    one, two = (found.logit(token) for token in tokens)
+    return one is not None and two is not None and abs(one - two) <= tolerance * max(abs(one), abs(two))
 
 
 @torch.inference_mode()

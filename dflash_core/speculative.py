@@ -68,12 +68,20 @@ class DrafterProposer:
         return self.target.head(hidden_KD.to(input_KD.dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopTwo:
-    """The two candidates that the target ranked highest for one token."""
+CANDIDATES = 4
+"""So many are kept for each token: where floating point leaves two equal, a third one is often near."""
 
-    tokens: tuple[int, int]
-    logits: tuple[float, float]
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The tokens that the target ranked highest for one place, best first."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+
+    def logit(self, token: int | None) -> float | None:
+        """Logit of a token, None when it is not among the candidates."""
+        return dict(zip(self.tokens, self.logits, strict=True)).get(token) if token is not None else None
 
 
 @dataclass(kw_only=True)
@@ -91,7 +99,7 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     """From the first new token on, the drafter's time included."""
-    top_two: list[TopTwo] = field(default_factory=list)
+    candidates: list[Candidates] = field(default_factory=list)
     """One entry a new token when decoding greedily: what shows ties of floating point."""
 
 
@@ -161,7 +169,7 @@ def speculative_generate(
         anchor_id = new_ids[-1:]
         _count(out, accepted, stop_ids)
     out.decode_seconds = _clock(target.device) - started
-    del out.token_ids[max_new_tokens:], out.top_two[max_new_tokens:]
+    del out.token_ids[max_new_tokens:], out.candidates[max_new_tokens:]
     return out
 
 
@@ -208,10 +216,10 @@ def _prefill(
 def _take_greedy(logits_TV: torch.Tensor, out: Generation, *, count: int) -> torch.Tensor:
     """Append the argmax of each row to `out`; returns them (int64 [T])."""
     ids_T = logits_TV[:count].argmax(-1)
-    values, indices = logits_TV[:count].float().topk(2, dim=-1)
+    values, indices = logits_TV[:count].float().topk(min(CANDIDATES, logits_TV.shape[-1]), dim=-1)
     out.token_ids.extend(ids_T.tolist())
-    for (first, second), pair in zip(indices.tolist(), values.tolist(), strict=True):
-        out.top_two.append(TopTwo(tokens=(first, second), logits=(pair[0], pair[1])))
+    for tokens, logits in zip(indices.tolist(), values.tolist(), strict=True):
+        out.candidates.append(Candidates(tokens=tuple(tokens), logits=tuple(logits)))
     return ids_T
 
 
@@ -226,7 +234,7 @@ def _count(out: Generation, accepted: int, stop_ids: Collection[int]) -> None:
     stop = next((i for i, token in enumerate(block) if token in stop_ids), None)
     if stop is not None and stop < accepted:
         excess = accepted - stop
-        del out.token_ids[-excess:], out.top_two[-excess:]
+        del out.token_ids[-excess:], out.candidates[-excess:]
         out.accepted_per_call.append(stop + 1)
         out.committed_per_call.append(stop + 1)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +25,9 @@ from dflash_core.cached_target import CachedTarget
 from dflash_core.configuration import UserError
 from dflash_core.drafter import ContextCache, Drafter
 from dflash_core.speculative import (
+    Candidates,
     DrafterProposer,
     Generation,
-    TopTwo,
     greedy_generate,
     speculative_generate,
 )
@@ -43,15 +44,22 @@ def drafter_for(model: nn.Module) -> Drafter:
 
 
 @cache
-def overfitted(kind: str) -> tuple[nn.Module, Drafter, list[int]]:
-    """A drafter taught one greedy text by plain cross entropy, block by block as it will draft."""
-    model = build(kind)
+def overfitted(kind: str, device: str = "cpu") -> tuple[nn.Module, Drafter, list[int]]:
+    """A drafter taught one greedy text by plain cross entropy, block by block as it will draft.
+
+    Taught on the CPU; `device` is where the target writes the text, and where both are returned.
+    """
+    model: Any = build(kind).to(device)
     target = CachedTarget(model, (0, 2))
     text = PROMPT + greedy_generate(target, PROMPT, max_new_tokens=NEW_TOKENS).token_ids
     drafter = drafter_for(model)
     drafter.compute_dtype = torch.float32
     target.start()
-    _, taps_TE = target.extend(torch.tensor(text))
+    _, taps_TE = target.extend(torch.tensor(text, device=device))
+    taps_TE = taps_TE.cpu()
+    embedding_VD = model.get_input_embeddings().weight.detach().cpu()
+    head_VD = model.get_output_embeddings().weight.detach().cpu()
+    target.close()
     size, mask_id = drafter.config.block_size, drafter.config.mask_token_id
     anchors = range(len(PROMPT), len(text) - size + 1)
     ids = torch.tensor([[text[a]] + [mask_id] * (size - 1) for a in anchors]).reshape(-1)
@@ -69,16 +77,15 @@ def overfitted(kind: str) -> tuple[nn.Module, Drafter, list[int]]:
     }
     labels = torch.tensor([text[a + k] for a in anchors for k in range(size)])
     drafts = torch.arange(len(labels)) % size > 0
-    inputs = target.embed(ids).detach()
+    inputs = F.embedding(ids, embedding_VD)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
     for _ in range(150):
         hidden = drafter(taps_TE.clone(), torch.arange(len(text)), inputs.clone(), position, masks)
-        loss = F.cross_entropy(target.head(hidden)[drafts], labels[drafts])
+        loss = F.cross_entropy(F.linear(hidden, head_VD)[drafts], labels[drafts])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    target.close()
-    return model, drafter.eval(), text
+    return model, drafter.to(device).eval(), text
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3.5"])
@@ -186,22 +193,26 @@ def test_stats_add_up() -> None:
     assert (both + empty).report() == both.report()
 
 
-def generation(tokens: list[int], tops: list[TopTwo]) -> Generation:
-    return Generation(token_ids=tokens, top_two=tops)
+def generation(tokens: list[int], tops: list[Candidates]) -> Generation:
+    return Generation(token_ids=tokens, candidates=tops)
 
 
 def test_a_difference_is_a_tie_only_if_both_runs_show_it() -> None:
-    sure = TopTwo(tokens=(1, 2), logits=(9.0, 3.0))
-    near = TopTwo(tokens=(4, 7), logits=(8.0, 7.95))
-    swapped = TopTwo(tokens=(7, 4), logits=(8.0, 7.99))
-    other = TopTwo(tokens=(7, 5), logits=(8.0, 7.99))
+    sure = Candidates(tokens=(1, 2), logits=(9.0, 3.0))
+    near = Candidates(tokens=(4, 7), logits=(8.0, 7.95))
+    swapped = Candidates(tokens=(7, 4), logits=(8.0, 7.99))
+    third = Candidates(tokens=(7, 5, 4), logits=(8.0, 8.0, 7.98))
+    other = Candidates(tokens=(7, 5), logits=(8.0, 7.99))
     plain = generation([1, 4, 3], [sure, near, sure])
     assert first_difference(plain, generation([1, 4, 3], [sure, near, sure]), tolerance=0.0) is None
     tie = first_difference(plain, generation([1, 7, 9], [sure, swapped, sure]), tolerance=0.01)
     assert tie is not None
     assert (tie.position, tie.greedy_token, tie.speculative_token, tie.tie) == (1, 4, 7, True)
-    assert tie.greedy_top_two == near
-    assert tie.speculative_top_two == swapped
+    assert tie.greedy_candidates == near
+    assert tie.speculative_candidates == swapped
+    three = first_difference(plain, generation([1, 7, 9], [sure, third, sure]), tolerance=0.01)
+    assert three is not None
+    assert three.tie
     for tops, tolerance in [([sure, swapped], 0.001), ([sure, other], 0.01), ([sure, sure], 0.01)]:
         wrong = first_difference(plain, generation([1, 7, 9], tops), tolerance=tolerance)
         assert wrong is not None

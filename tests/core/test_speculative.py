@@ -156,7 +156,7 @@ def test_a_stop_token_ends_the_text_and_drafts_after_it_do_not_count(stop_at: in
     )
     assert drafted.token_ids == plain.token_ids == long[: first + 1]
     assert 1 + sum(drafted.committed_per_call) == len(drafted.token_ids)
-    assert len(drafted.top_two) == len(drafted.token_ids)
+    assert len(drafted.candidates) == len(drafted.token_ids)
 
 
 def test_the_length_limit_cuts_the_text_and_not_the_count() -> None:

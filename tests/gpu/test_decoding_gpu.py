@@ -23,7 +23,7 @@ class OracleOnGpu(Oracle):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_texts_are_equal_up_to_ties(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     target = CachedTarget(build(kind).to("cuda", dtype), (0, 2))
     plain = greedy_generate(target, PROMPT, max_new_tokens=120)
@@ -36,17 +36,12 @@ def test_texts_are_equal_up_to_ties(kind: str, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3.5"])
 def test_an_overfitted_drafter_earns_whole_blocks(kind: str) -> None:
-    model, drafter, text = overfitted(kind)
-    try:
-        target = CachedTarget(model.to("cuda"), drafter.config.tap_layer_ids)
-        proposer = DrafterProposer(drafter.to("cuda"), target)
-        drafted = speculative_generate(target, proposer, PROMPT, max_new_tokens=20)
-        target.close()
-        assert PROMPT + drafted.token_ids == text[: len(PROMPT) + 20]
-        assert stats_of([drafted], 5).acceptance_length == 5
-    finally:
-        model.to("cpu")
-        drafter.to("cpu")
+    model, drafter, text = overfitted(kind, "cuda")
+    target = CachedTarget(model, drafter.config.tap_layer_ids)
+    drafted = speculative_generate(target, DrafterProposer(drafter, target), PROMPT, max_new_tokens=20)
+    target.close()
+    assert PROMPT + drafted.token_ids == text[: len(PROMPT) + 20]
+    assert stats_of([drafted], 5).acceptance_length == 5
 
 
 def test_simulation_on_the_gpu_equals_that_on_the_cpu() -> None:
