@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from storage.dataset import Dataset, DatasetError, ShardRecord, open_dataset
 from storage.dataset_spec import PLAN_KEY, SPEC_KEY
-from storage.manifest import total_error
+from storage.manifest import Totals
 from storage.objects import ObjectInfo, ObjectNotFound, Store, open_store
 from storage.verify import (
     Depth,
@@ -175,7 +175,7 @@ def _verify(dataset: Dataset, depth: Depth, threads: int, quiet: bool) -> list[S
             read += finding.bytes
             bar.set_postfix_str(f"{read / 1e6:,.0f} MB", refresh=False)
             bar.update()
-    return sorted(findings, key=lambda finding: finding.shard)
+    return findings
 
 
 def _verdict(
@@ -243,38 +243,42 @@ def _dataset_row(dataset: Dataset) -> dict[str, Any]:
 
 
 def _shard_rows(dataset: Dataset) -> list[dict[str, Any]]:
-    records = dataset.records()
-    rows = []
-    for planned in dataset.plan.shards:
-        record = records.get(planned.shard)
-        row: dict[str, Any] = {
+    committed = {record.shard: _committed_row(dataset, record) for record in dataset.iter_records()}
+    return [
+        {
             "shard": planned.shard,
             "samples": planned.samples,
             "tokens": planned.tokens,
             "supervised": planned.supervised,
-            "state": "committed" if record else "missing",
+            **committed.get(planned.shard, {"state": "missing"}),
         }
-        if record:
-            row |= {
-                "bytes": record.size,
-                "bytes_per_token": round(record.size / record.tokens, 1),
-                "ratio": _ratio(dataset, [record]),
-                "row_groups": len(record.row_groups),
-                "object": record.object,
-            }
-        rows.append(row)
-    return rows
+        for planned in dataset.plan.shards
+    ]
+
+
+def _committed_row(dataset: Dataset, record: ShardRecord) -> dict[str, Any]:
+    return {
+        "state": "committed",
+        "bytes": record.size,
+        "bytes_per_token": round(record.size / record.tokens, 1),
+        "ratio": _ratio(dataset, record.tokens, record.size),
+        "row_groups": len(record.row_groups),
+        "object": record.object,
+    }
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:
-    records, plan, spec = dataset.records(), dataset.plan, dataset.spec
-    done = list(records.values())
-    tokens = sum(record.tokens for record in done)
-    size = sum(record.size for record in done)
+    plan, spec = dataset.plan, dataset.spec
+    totals, done, versions = Totals(dataset.columns), set(), set()
+    for record in dataset.iter_records():
+        totals.add(record)
+        done.add(record.shard)
+        versions.add(json.dumps(record.versions, sort_keys=True))
+    tokens, size = totals.tokens, totals.bytes
     bf16 = 2 * spec.target.hidden_size * tokens
     layers = {}
-    for column in dataset.columns:
-        held, error = sum(record.column_bytes[column] for record in done), total_error(done, column)
+    for column, error in totals.errors.items():
+        held = totals.column_bytes[column]
         layers[column] = {
             "bytes": held,
             "bits_per_value": round(16 * held / bf16, 3) if bf16 else None,
@@ -292,20 +296,18 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
         "supervised": plan.supervised,
         "duplicates_dropped": plan.duplicates_dropped,
         "shards": len(plan.shards),
-        "missing": [p.shard for p in plan.shards if p.shard not in records],
+        "missing": [p.shard for p in plan.shards if p.shard not in done],
         "bytes": size,
         "bytes_per_token": round(size / tokens, 1) if tokens else None,
-        "ratio": _ratio(dataset, done),
+        "ratio": _ratio(dataset, tokens, size),
         "layers": layers,
         "lengths": _lengths(dataset),
-        "versions": sorted({json.dumps(record.versions, sort_keys=True) for record in done}),
+        "versions": sorted(versions),
     }
 
 
-def _ratio(dataset: Dataset, records: Sequence[ShardRecord]) -> float | None:
-    """Bytes of the same states in bf16 for each byte of these shards."""
-    size = sum(record.size for record in records)
-    tokens = sum(record.tokens for record in records)
+def _ratio(dataset: Dataset, tokens: int, size: int) -> float | None:
+    """Bytes of the same states in bf16 for each byte of shards that hold so many tokens."""
     return round(dataset.spec.token_bytes * tokens / size, 3) if size else None
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from safetensors.torch import save as save_safetensors
 
 from dflash_core.configuration import UserError
 from dflash_core.records import Sample
+from storage.ahead import ahead
 from storage.codec import parse_codec
 from storage.dataset_spec import (
     INDEX_KEY,
@@ -204,11 +204,19 @@ class Dataset:
         self._check_record(record, shard)
         return record
 
-    def records(self, threads: int = 16) -> dict[int, ShardRecord]:
-        """Read all commit records that there are, in parallel."""
-        done = sorted(self._shard_of(info.key) for info in self.store.list(RECORDS))
-        with ThreadPoolExecutor(threads) as pool:
-            return dict(zip(done, pool.map(self.record, done), strict=True))
+    def iter_records(self, shards: Iterable[int] | None = None, threads: int = 16) -> Iterator[ShardRecord]:
+        """Read the commit records of shards (default: of all that are committed) in parallel, in order.
+
+        A record lists a hundred row groups with their digests: only a few are held at a time. Errors as
+        `record`.
+        """
+        if shards is None:
+            shards = sorted(self._shard_of(info.key) for info in self.store.list(RECORDS))
+        return ahead(self.record, shards, threads=threads)
+
+    def records(self) -> dict[int, ShardRecord]:
+        """Read all commit records that there are, and hold them: half a megabyte each at real sizes."""
+        return {record.shard: record for record in self.iter_records()}
 
     def standing(self, shard: int) -> Standing | None:
         """Return a shard's commit record as it is now, for a redo that will replace it; None without one."""
@@ -282,19 +290,13 @@ class Dataset:
 
         Raises DatasetError naming the missing shards, ShardCorrupt when an object is gone or of another size.
         """
-        records = self.records()
-        absent = [planned.shard for planned in self.plan.shards if planned.shard not in records]
+        absent = self.missing()
         if absent:
             raise DatasetError(
                 f"{self.uri} lacks {len(absent)} of {len(self.plan.shards)} shards: {_some(absent)}"
             )
-        sizes = {info.key: info.size for info in self.store.list(SHARDS)}
-        for shard, record in records.items():
-            if sizes.get(record.object) != record.size:
-                state = "is gone" if record.object not in sizes else f"has {sizes[record.object]} bytes"
-                raise ShardCorrupt(f"shard {shard} of {self.uri}: {record.object} {state}; {mend(self.uri)}")
         manifest = manifest_of(
-            records,
+            self._records_with_objects(),
             self.plan,
             plan_sha256=self._plan_sha256,
             scales_sha256=self.scales_sha256,
@@ -308,6 +310,17 @@ class Dataset:
             if self.store.get(MANIFEST_KEY) != data:
                 self.store.replace(MANIFEST_KEY, data, etag)
         return manifest
+
+    def _records_with_objects(self) -> Iterator[ShardRecord]:
+        """Read the record of every planned shard. Raises ShardCorrupt as `seal`."""
+        sizes = {info.key: info.size for info in self.store.list(SHARDS)}
+        for record in self.iter_records(planned.shard for planned in self.plan.shards):
+            if sizes.get(record.object) != record.size:
+                state = "is gone" if record.object not in sizes else f"has {sizes[record.object]} bytes"
+                raise ShardCorrupt(
+                    f"shard {record.shard} of {self.uri}: {record.object} {state}; {mend(self.uri)}"
+                )
+            yield record
 
     @property
     def sealed(self) -> bool:

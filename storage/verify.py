@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import ValidationError
 
+from storage.ahead import ahead
 from storage.codec import Codec, CodecError, parse_codec
 from storage.dataset import Dataset, DatasetError, ShardCorrupt
 from storage.dataset_spec import INDEX_KEY, RECORDS, SCALES_FILE, SHARDS, samples_key
@@ -53,7 +54,7 @@ class ShardFinding:
 def verify_dataset(
     dataset: Dataset, depth: Depth = "bytes", shards: Sequence[int] | None = None, threads: int = 4
 ) -> Iterator[ShardFinding]:
-    """Check shards (default: all) in parallel and yield findings as they come, in no promised order.
+    """Check shards (default: all) in parallel and yield what is found, in their order.
 
     Memory: one row group and 16 MiB a thread. Raises DatasetError when plan or seal are not this data set's,
     and when the scales are damaged (which would make every shard look corrupt).
@@ -61,14 +62,8 @@ def verify_dataset(
     check_scales(dataset)
     if dataset.sealed:
         dataset.manifest()
-    waiting = list(range(len(dataset.plan.shards)) if shards is None else shards)[::-1]
-    running: set[Future[ShardFinding]] = set()
-    with ThreadPoolExecutor(threads) as pool:
-        while waiting or running:
-            while waiting and len(running) < 2 * threads:
-                running.add(pool.submit(verify_shard, dataset, waiting.pop(), depth))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+    wanted = range(len(dataset.plan.shards)) if shards is None else shards
+    yield from ahead(lambda shard: verify_shard(dataset, shard, depth), wanted, threads=threads)
 
 
 def verify_shard(dataset: Dataset, shard: int, depth: Depth = "bytes") -> ShardFinding:
@@ -98,7 +93,7 @@ def orphans(dataset: Dataset) -> list[ObjectInfo]:
 
     One of a shard that is still missing may belong to a worker that is about to commit it.
     """
-    named = {record.object for record in dataset.records().values()}
+    named = {record.object for record in dataset.iter_records()}
     return [info for info in dataset.store.list(SHARDS) if info.key not in named]
 
 
