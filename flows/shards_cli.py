@@ -80,7 +80,8 @@ def show(uri: Address, as_json: AsJson = False) -> None:
 def verify(
     uri: Address,
     look: Annotated[
-        Look, typer.Option(help="sizes: objects alone; bytes: every digest; cells: decode all.")
+        Look,
+        typer.Option(help="sizes: of shards alone; bytes: every digest, the input's too; cells: decode all."),
     ] = Look.bytes,
     threads: Threads = 4,
     as_json: AsJson = False,
@@ -88,7 +89,7 @@ def verify(
     """Check every shard against its commit record. Exit code 1 when any is missing, corrupt or unchecked."""
     dataset = open_dataset(uri)
     findings = _verify(dataset, look.value, threads, quiet=as_json)
-    inputs = damaged_inputs(dataset, threads)
+    inputs = damaged_inputs(dataset, look.value, threads)
     unread = orphans(dataset) if all(f.state != "corrupt" for f in findings) else []
     unfinished = list(dataset.store.abort_unfinished("", dry_run=True))
     bad = [finding for finding in findings if finding.state != "good"]
@@ -129,7 +130,7 @@ def repair(
     if not dry_run and restore_scales(dataset):
         typer.echo("put the scales back from a shard's footer", err=True)
         dataset = open_dataset(uri)
-    inputs = damaged_inputs(dataset, threads)
+    inputs = damaged_inputs(dataset, look.value, threads)
     findings = _verify(dataset, look.value, threads, quiet=as_json)
     corrupt = sorted(finding.shard for finding in findings if finding.state == "corrupt")
     missing = sorted(finding.shard for finding in findings if finding.state == "missing")

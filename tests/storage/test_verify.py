@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from flows.shards_cli import app
 from storage.dataset import Dataset, open_dataset
-from storage.verify import named_now, verify_dataset
+from storage.verify import damaged_inputs, named_now, verify_dataset
 from tests.storage.made import contents, made_dataset, made_samples, made_spec, write_missing
 
 
@@ -44,6 +44,20 @@ def test_a_damaged_input_condemns_no_shard(dataset: Dataset, lost: bool) -> None
     again = made_dataset(dataset.uri.rpartition("/")[0], made_spec(), made_samples(15))
     again.seal()
     assert contents(dataset.store) == good
+
+
+def test_the_shortest_look_reads_no_input(dataset: Dataset) -> None:
+    changed, lost = "samples/00000.parquet", "samples/00001.parquet"
+    dataset.store.put_bytes(changed, b"of no use", overwrite=True)
+    dataset.store.delete(lost)
+    dataset.store.delete("index.parquet")
+    assert damaged_inputs(dataset, "sizes") == [lost, "index.parquet"]
+    assert damaged_inputs(dataset, "bytes") == [changed, lost, "index.parquet"]
+    looks = {
+        look: json.loads(CliRunner().invoke(app, ["verify", dataset.uri, "--look", look, "--json"]).stdout)
+        for look in ("sizes", "bytes")
+    }
+    assert {look: len(verdict["inputs"]) for look, verdict in looks.items()} == {"sizes": 2, "bytes": 3}
 
 
 def test_an_object_that_is_named_again_is_kept(dataset: Dataset) -> None:
