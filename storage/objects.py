@@ -426,11 +426,10 @@ class S3Store:
 
         def read() -> None:
             nonlocal done
-            wanted = f"bytes={start + done}-{start + len(buffer) - 1}"
-            answer = self._client.get_object(**self._where(key), Range=wanted)
-            if answer["ContentLength"] < len(buffer) - done:
-                raise ObjectTruncated(f"reading {self.uri}/{key}: the object is shorter than it should be")
+            first, last = start + done, start + len(buffer) - 1
+            answer = self._client.get_object(**self._where(key), Range=f"bytes={first}-{last}")
             with _received(answer["Body"]) as receive:
+                self._check_range(key, answer, first, last)
                 while done < len(buffer):
                     got = receive(buffer[done:])
                     if not got:
@@ -439,6 +438,20 @@ class S3Store:
 
         if len(buffer):
             self._patiently("reading", key, read, lambda: done)
+
+    def _check_range(self, key: str, answer: dict[str, Any], first: int, last: int) -> None:
+        """Refuse an answer that is not the range that was asked for."""
+        wanted = last - first + 1
+        size = answer.get("ContentLength", wanted)
+        partial = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        if not partial and (first > 0 or size > wanted):
+            raise StoreError(
+                f"reading {self.uri}/{key}: the server ignores ranges (asked for bytes {first} to {last}, it "
+                "sent the whole object); set AWS_ENDPOINT_URL to a server that honours the Range header, not "
+                "to a proxy that drops it"
+            )
+        if size < wanted:
+            raise ObjectTruncated(f"reading {self.uri}/{key}: the object is shorter than it should be")
 
     def _patiently(
         self, doing: str, key: str, call: Callable[[], Any], progress: Callable[[], int] = lambda: 0

@@ -20,7 +20,7 @@ from storage.ahead import ahead
 from storage.codec import Codec, CodecError, parse_codec
 from storage.dataset import Dataset, DatasetError, ShardCorrupt
 from storage.dataset_spec import INDEX_KEY, RECORDS, SCALES_FILE, SHARDS, samples_key
-from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated, StoreError
+from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated
 from storage.shard_format import (
     SCALES_KEY,
     RowGroupRecord,
@@ -149,7 +149,7 @@ def restore_scales(dataset: Dataset) -> bool:
         return False
     for info in dataset.store.list(SHARDS):
         with (
-            suppress(pa.ArrowException, OSError, StoreError, ValueError),
+            suppress(pa.ArrowException, OSError, ObjectNotFound, ObjectTruncated, ValueError),
             dataset.store.open(info.key) as file,
         ):
             metadata = pq.ParquetFile(file).metadata.metadata

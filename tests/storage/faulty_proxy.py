@@ -7,15 +7,17 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
+from urllib.parse import urlsplit
 
-Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall"]
+Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall", "ignore range"]
 """503 SlowDown; connection cut inside the body on its way in; request done, answer never seen; connection cut
-inside the body on its way out; body that stops for longer than the client waits."""
+inside the body on its way out; body that stops for longer than the client waits; 200 and the whole object
+where a range was asked for (the signature covers the range, so `FaultyProxy.whole` must say what there is)."""
 
 STALL_SECONDS = 1.5
 _SLOW_DOWN = (
@@ -43,6 +45,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.port_behind = port
         self.rules: list[Rule] = []
         self.met: list[Fault] = []
+        self.whole: Callable[[str], bytes] = lambda path: b""
         self._lock = threading.Lock()
 
     @property
@@ -91,6 +94,8 @@ class _Relay(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         if fault == "refuse":
             return self._answer(503, "Slow Down", [("Content-Type", "application/xml")], _SLOW_DOWN)
+        if fault == "ignore range" and "Range" in self.headers:
+            return self._answer(200, "OK", [], self.server.whole(urlsplit(self.path).path))
         behind = http.client.HTTPConnection("127.0.0.1", self.server.port_behind, timeout=30)
         with contextlib.closing(behind):
             try:

@@ -12,10 +12,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from storage.dataset import Dataset, open_dataset
-from storage.objects import ObjectExists, ObjectNotFound, Store, StoreConfig, StoreError, open_store
+from storage.objects import (
+    ObjectExists,
+    ObjectNotFound,
+    ObjectTruncated,
+    Store,
+    StoreConfig,
+    StoreError,
+    open_store,
+)
+from storage.reader import RowReader
 from storage.verify import orphans, verify_dataset
 from tests.storage.faulty_proxy import Fault, FaultyProxy, Rule, faulty_proxy
 from tests.storage.killable import Workers, workers
@@ -208,6 +218,35 @@ def test_a_fault_while_reading_goes_unnoticed(fault: Fault, proxy: FaultyProxy, 
     proxy.rules = [Rule(fault, "GET", "key", times=2)]
     assert store.get_range("key", 1_000, 8 << 20) == LARGE[1_000 : 1_000 + (8 << 20)]
     assert proxy.met == [fault] * 3
+
+
+def test_a_server_that_ignores_ranges_is_no_corruption(
+    s3: SeaweedServer, proxy: FaultyProxy, s3_uri: str
+) -> None:
+    def whole(path: str) -> bytes:
+        _, bucket, key = path.split("/", 2)
+        return bytes(s3.client().get_object(Bucket=bucket, Key=key)["Body"].read())
+
+    proxy.whole = whole
+    store = open_store(s3_uri, PATIENT)
+    store.put_bytes("key", LARGE[:1_000])
+    dataset = made_dataset(store, made_spec(), made_samples(40))
+    write_missing(dataset)
+    proxy.rules = [Rule("ignore range", "GET", "", times=99)]
+    assert store.get_range("key", 0, 1_000) == LARGE[:1_000]
+    with pytest.raises(ObjectTruncated):
+        store.get_range("key", 0, 1_001)
+    for start, size in ((0, 999), (1, 999), (999, 1), (1_000, 1)):
+        with pytest.raises(StoreError, match=r"the server ignores ranges .* AWS_ENDPOINT_URL"):
+            store.get_range("key", start, size)
+    with pytest.raises(StoreError, match="the server ignores ranges"):
+        list(verify_dataset(dataset, "cells"))
+    rows = [np.array([0])]
+    with (
+        RowReader(dataset, dataset.columns, rows, row_tokens=64, device="cpu") as reader,
+        pytest.raises(StoreError, match="the server ignores ranges"),
+    ):
+        next(iter(reader))
 
 
 def test_patience_ends(proxy: FaultyProxy, s3_uri: str, tmp_path: Path) -> None:
