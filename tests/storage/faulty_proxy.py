@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall", "ignore range"]
 """503 SlowDown; connection cut inside the body on its way in; request done, answer never seen; connection cut
 inside the body on its way out; body that stops for longer than the client waits; 200 and the whole object
-where a range was asked for (the signature covers the range, so `FaultyProxy.whole` must say what there is)."""
+where a range was asked for (the signature covers ranges, so `FaultyProxy.whole` must say what there is)."""
 
 STALL_SECONDS = 1.5
 _SLOW_DOWN = (
