@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dflash_core.compile_fingerprint import Fingerprint, differences
 from dflash_core.configuration import UserError
+from storage.ahead import read_ahead
 from storage.compile_archive import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -35,7 +36,6 @@ from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError
 VERSIONS = "v1"
 PINS = "v1-pins"
 MANIFEST_NAME = re.compile(r"manifest-([0-9a-f]{64})\.json")
-DOWNLOAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +203,8 @@ def _download(store: Store, key: str, size: int, target: Path) -> None:
     stored = store.head(key).size
     if stored != size:
         raise RejectedArtifact(f"the archive has {stored} bytes, its manifest says {size}")
-    buffer = memoryview(bytearray(min(size, DOWNLOAD_BYTES)))
     with target.open("wb") as file:
-        for start in range(0, size, DOWNLOAD_BYTES):
-            piece = buffer[: min(DOWNLOAD_BYTES, size - start)]
-            store.read_into(key, start, piece)
+        for piece in read_ahead(store, key, size):
             file.write(piece)
 
 

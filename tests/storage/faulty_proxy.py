@@ -14,12 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall", "ignore range"]
+Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall", "ignore range", "delay"]
 """503 SlowDown; connection cut inside the body on its way in; request done, answer never seen; connection cut
 inside the body on its way out; body that stops for longer than the client waits; 200 and the whole object
-where a range was asked for (the signature covers ranges, so `FaultyProxy.whole` must say what there is)."""
+where a range was asked for (the signature covers ranges, so `FaultyProxy.whole` must say what there is);
+nothing but time lost."""
 
 STALL_SECONDS = 1.5
+DELAY_SECONDS = 0.2
 _SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
 )
@@ -46,6 +48,9 @@ class FaultyProxy(ThreadingHTTPServer):
         self.rules: list[Rule] = []
         self.met: list[Fault] = []
         self.whole: Callable[[str], bytes] = lambda path: b""
+        self.most_delayed = 0
+        """Most requests that were delayed at the same time."""
+        self._delayed = 0
         self._lock = threading.Lock()
 
     @property
@@ -60,6 +65,14 @@ class FaultyProxy(ThreadingHTTPServer):
                     self.met.append(rule.fault)
                     return rule.fault
         return None
+
+    def delay(self) -> None:
+        with self._lock:
+            self._delayed += 1
+            self.most_delayed = max(self.most_delayed, self._delayed)
+        time.sleep(DELAY_SECONDS)
+        with self._lock:
+            self._delayed -= 1
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that leaves is part of the game."""
@@ -87,6 +100,8 @@ class _Relay(BaseHTTPRequestHandler):
 
     def _relay(self) -> None:
         fault = self.server.next_fault(self.command, self.path)
+        if fault == "delay":
+            self.server.delay()
         assert "chunked" not in self.headers.get("Transfer-Encoding", "")
         length = int(self.headers.get("Content-Length") or 0)
         if fault == "cut request":

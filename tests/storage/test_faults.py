@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from storage.checkpoints import Checkpoints, Position
 from storage.dataset import Dataset, open_dataset
 from storage.objects import (
     ObjectExists,
@@ -276,6 +278,22 @@ def test_a_data_set_through_a_bad_line(
     write_missing(dataset)
     assert len(proxy.met) == 8
     check_like(open_dataset(dataset.uri), undisturbed)
+
+
+def test_a_checkpoint_comes_by_many_requests_at_a_time(
+    proxy: FaultyProxy, s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.ahead.PIECE_BYTES", 1 << 18)
+    checkpoints = Checkpoints(open_store(s3_uri, PATIENT), {}, keep=1)
+    weights = torch.arange(1_000_000)  # 8 MB, 31 pieces
+    with checkpoints:
+        checkpoints.save(Position(optimizer_step=1, epoch=0, step_in_epoch=1), {"weights": weights}, {})
+    proxy.rules = [Rule("cut answer", "GET", "safetensors", times=2)]
+    proxy.rules += [Rule("delay", "GET", "safetensors", times=99)]
+    found = checkpoints.latest()
+    assert found is not None and torch.equal(found[1]["weights"], weights)
+    assert 4 <= proxy.most_delayed <= 8
+    assert set(proxy.met) == {"cut answer", "delay"} and len(proxy.met) >= 31
 
 
 # Disks that fill up.
