@@ -88,7 +88,11 @@ class CheckpointDamaged(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. One rank saves, in the background, one at a time; all may read."""
+    """The checkpoints of one run. One rank saves, in the background, one at a time; all may read.
+
+    Old ones are removed without asking anybody: ranks read before the first save and after the last. Two runs
+    must not write to one folder at a time, for each would remove what the other wrote for later steps.
+    """
 
     def __init__(
         self, store: Store, identity: Mapping[str, Any], *, keep: int, scratch: Path | None = None

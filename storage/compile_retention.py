@@ -37,15 +37,20 @@ def prune(
     """Remove what nobody needs and return it: key -> reason.
 
     Kept are: pinned versions; for each graph set and hardware the `fingerprints` that were published to last;
-    for each of these the current version and the newest, `versions` in all; whatever is younger than
-    `STRAY_AFTER_S`, for it may belong to a publisher at work.
+    for each of these the current version and the newest, `versions` in all; and what may belong to a
+    publisher at work: what is younger than `STRAY_AFTER_S` and has no manifest, or one newer than CURRENT.
+
+    A fingerprint whose CURRENT changes meanwhile is left to the next call. Stores cannot delete on condition:
+    should CURRENT change in the moment of the removal itself, the next start finds no version, or rejects the
+    one it finds; then it compiles and publishes again. Raises UserError, StoreError.
     """
     if versions < 1 or fingerprints < 1:
         raise UserError("prune keeps at least one version of at least one fingerprint")
+    infos = {info.key: info for info in store.list(f"{within}/")}  # first: what it lacks is new
     known, rejected = list_versions(store, within)
-    infos = {info.key: info for info in store.list(f"{within}/")}
     doomed = {key: reason for key, reason in rejected.items() if _old(infos.get(key))}
-    retired = _retired(known, fingerprints)
+    at_work = _at_work(known, infos)
+    retired = _retired(known, fingerprints) - {_folder(key) for key in at_work}
     kept: set[str] = set()
     for folder in {version.folder for version in known}:
         inside = [version for version in known if version.folder == folder]
@@ -53,7 +58,7 @@ def prune(
         ranked = sorted(inside, key=lambda version: not version.current)
         for place, version in enumerate(ranked):
             key = f"{folder}/{version.manifest_name}"
-            if version.pins or (folder not in retired and place < versions):
+            if version.pins or key in at_work or (folder not in retired and place < versions):
                 kept |= {key, f"{folder}/{version.manifest.archive_name}"}
                 kept |= {f"{folder}/CURRENT"} if version.current else set()
             elif folder in retired:
@@ -61,12 +66,42 @@ def prune(
             else:
                 doomed[key] = f"only the newest {versions} versions are kept"
     doomed |= _strays(known, infos, kept, doomed, retired)
+    changed = _changed(store, {_folder(key) for key in doomed}, infos)
+    doomed = {key: reason for key, reason in doomed.items() if _folder(key) not in changed}
     # A reader that finds CURRENT must find what it names: pointers go first, archives last.
     order = sorted(doomed, key=lambda key: (not key.endswith("/CURRENT"), not key.endswith(".json"), key))
     for key in order:
         if not dry_run:
             store.delete(key)
     return {key: doomed[key] for key in order}
+
+
+def _at_work(known: Iterable[Version], infos: dict[str, ObjectInfo]) -> set[str]:
+    """Return the manifests that publishers may be about to make current.
+
+    A publisher succeeds only while CURRENT is what it was before compiling, so his manifest is newer.
+    """
+    found = set()
+    for version in known:
+        key = f"{version.folder}/{version.manifest_name}"
+        manifest, pointer = infos.get(key), infos.get(f"{version.folder}/CURRENT")
+        newest = manifest is None or pointer is None or manifest.modified > pointer.modified
+        if newest and not _old(manifest):
+            found.add(key)
+    return found
+
+
+def _changed(store: Store, folders: Iterable[str], infos: dict[str, ObjectInfo]) -> set[str]:
+    """Return the folders whose CURRENT is no longer the one that was listed."""
+
+    def etag(folder: str) -> str | None:
+        try:
+            return store.head(f"{folder}/CURRENT").etag
+        except ObjectNotFound:
+            return None
+
+    listed = {_folder(key): info.etag for key, info in infos.items() if key.endswith("/CURRENT")}
+    return {folder for folder in folders if etag(folder) != listed.get(folder)}
 
 
 def _retired(known: Iterable[Version], fingerprints: int) -> set[str]:
@@ -97,6 +132,10 @@ def _strays(
         elif key.endswith(".tar.zst") and _old(info):
             strays[key] = "no manifest lists it"
     return strays
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _old(info: ObjectInfo | None) -> bool:

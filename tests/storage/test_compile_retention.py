@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,6 +14,7 @@ from dflash_core.configuration import UserError
 from storage.compile_archive import RejectedArtifact, package
 from storage.compile_cache import Version, choose, list_versions, place_of, publish, read_current, verify
 from storage.compile_retention import STRAY_AFTER_S, pin, prune, unpin
+from storage.local_objects import LocalStore
 from storage.objects import Store, open_store
 from tests.storage.tiny_cache import fingerprint, write_cache
 
@@ -29,6 +32,13 @@ def publish_cache(store: Store, root: Path, salt: str, rows: int = 512, name: st
     assert version is not None
     time.sleep(0.002)  # versions are ordered by milliseconds
     return version
+
+
+def age(store: Store, version: Version) -> None:
+    """Make a version's objects so old that no publisher can be at work on them."""
+    long_ago = time.time() - STRAY_AFTER_S - 60
+    for name in (version.manifest_name, version.manifest.archive_name):
+        os.utime(Path(urlsplit(store.uri).path) / version.folder / name, (long_ago, long_ago))
 
 
 def authors(store: Store) -> set[str]:
@@ -76,6 +86,10 @@ def test_pinned_versions_stay(store: Store, tmp_path: Path) -> None:
     assert pinned is not None and pinned.pins == ()
     assert [version.pins for version in list_versions(store)[0]] == [(), ("run-7",)]
     unpin(store, "run 7")
+    assert prune(store, versions=1, fingerprints=1) == {}, (
+        "without a CURRENT it looks like one being published"
+    )
+    age(store, old)
     prune(store, versions=1, fingerprints=1)
     assert authors(store) == {"newest"}
     with pytest.raises(UserError, match="removed meanwhile"):
@@ -95,14 +109,74 @@ def test_a_publisher_at_work_is_left_alone(store: Store, tmp_path: Path) -> None
     assert authors(store) == {"kept"}
 
 
+class Interleaved(LocalStore):
+    """A store on which somebody else acts, once, before one of our requests."""
+
+    def __init__(self, root: Path, method: str, contains: str, act: Callable[[], object]) -> None:
+        super().__init__(root)
+        self.method, self.contains, self.act, self.acted = method, contains, act, False
+
+    def meet(self, method: str, key: str) -> None:
+        if not self.acted and method == self.method and self.contains in key:
+            self.acted = True
+            self.act()
+
+    def get(self, key: str) -> bytes:
+        self.meet("get", key)
+        return super().get(key)
+
+    def put_bytes(self, key: str, data: bytes, *, overwrite: bool = False) -> None:
+        self.meet("put", key)
+        super().put_bytes(key, data, overwrite=overwrite)
+
+    def replace(self, key: str, data: bytes, etag: str) -> None:
+        self.meet("replace", key)
+        super().replace(key, data, etag)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_version_that_is_about_to_be_current_stays(store: Store, tmp_path: Path, first: bool) -> None:
+    """One machine prunes between another's manifest and its CURRENT."""
+    if not first:
+        publish_cache(store, tmp_path / "here", "before")
+
+    def publish_others_and_prune() -> None:
+        publish_cache(store, tmp_path / "there", "others", rows=1024)
+        prune(store, versions=1, fingerprints=1)
+
+    root, method = tmp_path / "store", "put" if first else "replace"
+    slow = Interleaved(root, method, "/CURRENT", publish_others_and_prune)
+    publish_cache(slow, tmp_path / "here", "ours")
+    assert slow.acted
+    ours = fingerprint(tmp_path / "here", name="train")
+    chosen = choose(store, ours, read_current(store, place_of(ours)))
+    assert chosen is not None and chosen.manifest.created_by == "ours"
+    verify(store, chosen)
+
+
+def test_a_fingerprint_that_is_published_to_meanwhile_is_left_alone(store: Store, tmp_path: Path) -> None:
+    """One machine publishes after another has looked at what there is, before it removes what is old."""
+    publish_cache(store, tmp_path / "here", "before")
+    publish_cache(store, tmp_path / "here", "others", rows=1024)
+
+    def publish_meanwhile() -> None:
+        publish_cache(store, tmp_path / "here", "ours")
+
+    slow = Interleaved(tmp_path / "store", "get", "/manifest-", publish_meanwhile)
+    assert prune(slow, versions=1, fingerprints=1) == {} and slow.acted
+    ours = fingerprint(tmp_path / "here", name="train")
+    chosen = choose(store, ours, read_current(store, place_of(ours)))
+    assert chosen is not None and chosen.manifest.created_by == "ours"
+    prune(store, versions=1, fingerprints=1)
+    assert authors(store) == {"ours"}
+
+
 def test_damaged_manifests_go_in_time(store: Store, tmp_path: Path) -> None:
     version = publish_cache(store, tmp_path / "here", "damaged")
     key = f"{version.folder}/{version.manifest_name}"
     store.put_bytes(key, b"{}", overwrite=True)
     assert prune(store) == {}
-    long_ago = time.time() - STRAY_AFTER_S - 60
-    for name in (version.manifest_name, version.manifest.archive_name):
-        os.utime(tmp_path / "store" / version.folder / name, (long_ago, long_ago))
+    age(store, version)
     assert set(prune(store)) == {key, f"{version.folder}/{version.manifest.archive_name}"}
     ours = fingerprint(tmp_path / "here", name="train")
     with pytest.raises(RejectedArtifact, match="missing"):
