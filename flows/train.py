@@ -17,6 +17,7 @@ from prefect.states import Completed, Failed
 
 from dflash_core.drafter import DrafterConfig
 from flows import report, train_steps
+from flows.artifacts import shown
 from flows.config import TrainConfig
 from flows.launch import Message
 from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
@@ -39,7 +40,7 @@ def train_on_ranks(
 ) -> None:
     """Run the ranks to the end of training; their words and numbers go to the log of this task."""
     logger = get_run_logger()
-    progress = report.start_progress("training-progress", "optimizer steps")
+    progress = shown(report.start_progress, "training-progress", "optimizer steps")
     told, drawn = 0.0, time.monotonic()
 
     def follow(message: Message) -> None:
@@ -48,18 +49,18 @@ def train_on_ranks(
         if message["kind"] == "metrics":
             logger.info("%s", report.metrics_line(message))
             now = time.monotonic()
-            if now - told > PROGRESS_EVERY_S or result.fraction == 1.0:
+            if progress is not None and (now - told > PROGRESS_EVERY_S or result.fraction == 1.0):
                 told = now
-                report.update_progress(progress, result.fraction)
+                shown(report.update_progress, progress, result.fraction)
             if now - drawn > CURVES_EVERY_S:
                 drawn = now
-                report.publish_curves(train_steps.plot_curves(folder))
+                shown(report.publish_curves, train_steps.plot_curves(folder))
 
     try:
         return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, result, follow))
     finally:
-        report.publish_curves(train_steps.plot_curves(folder))
-        report.publish_cache(result.cache)
+        shown(report.publish_curves, train_steps.plot_curves(folder))
+        shown(report.publish_cache, result.cache)
 
 
 @task(name="overfit-one-sample", cache_policy=NO_CACHE, persist_result=False)
@@ -104,6 +105,6 @@ def _train(config: TrainConfig, folder: Path) -> State[Any]:
             result.acceptance = value(evaluate_drafter(config, data, folder))
     finally:
         summary = train_steps.write_report(config, data, result, folder)
-        report.publish_training(config, summary, result, folder)
+        shown(report.publish_training, config, summary, result, folder)
     exported = f"{config.output}/{train_steps.DRAFTER_FOLDER}"
     return Completed(message=f"the drafter is in {exported}", data=summary)

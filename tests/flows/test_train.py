@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +23,8 @@ from flows.train_log import METRICS_FILE
 from flows.train_steps import TrainingLog, open_training_data, output_folder, read_metrics, train
 from storage.dataset import Dataset
 from storage.objects import open_store
+from tests.flows.conftest import errors_logged
+from tests.storage.faulty_proxy import Rule, faulty_proxy
 from tests.tiny import write_tiny_target
 
 MakeConfig = Callable[..., TrainConfig]
@@ -106,6 +110,24 @@ def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
     with get_client(sync_client=True) as client:
         keys = {artifact.key for artifact in client.read_artifacts()}
     assert {"training-progress", "training-curves", "training-report"} <= keys
+
+
+@pytest.mark.usefixtures("prefect")
+def test_a_server_that_refuses_artifacts_costs_warnings_alone(train_config: MakeConfig) -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from flows.train import train_drafter
+
+    port = urlsplit(PREFECT_API_URL.value() or "").port
+    assert port is not None
+    training = train_config().training.model_copy(update={"max_steps": 2})
+    with faulty_proxy(port) as proxy:
+        proxy.rules = [Rule("refuse", "POST", "/api/artifacts", times=99)]
+        settings = {PREFECT_API_URL: f"{proxy.endpoint}/api", PREFECT_CLIENT_MAX_RETRIES: 0}
+        with temporary_settings(settings):
+            state = train_drafter(train_config(training=training), return_state=True)
+        assert state.is_completed() and "refuse" in proxy.met
+    assert any("503" in line for line in errors_logged(state, logging.WARNING))
 
 
 def cut_off(config: Path, output: Path, after_step: int) -> int:
