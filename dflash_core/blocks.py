@@ -34,7 +34,9 @@ class Blocks:
     labels_AK: np.ndarray
     """int32 [A, K]: token at anchor + k; 0 where not scored."""
     scored_AK: np.ndarray
-    """bool [A, K]: slot k >= 1 whose token is supervised and in the anchor's document."""
+    """bool [A, K]: slot k >= 1 whose token and all between it and the anchor are supervised and in the
+    anchor's document.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,7 +132,10 @@ def _lay_out(
     inside_AK = index_AK < row_tokens
     index_AK = np.minimum(index_AK, row_tokens - 1)
     same_document_AK = packed.document_C[index_AK] == packed.document_C[anchor_A][:, None]
-    scored_AK = inside_AK & same_document_AK & packed.loss_mask_C[index_AK] & valid_A[:, None] & (slot_K > 0)
+    scored_AK = inside_AK & same_document_AK & packed.loss_mask_C[index_AK] & valid_A[:, None]
+    # Nothing is drafted behind the end of an answer, though the next one may begin in the same block.
+    scored_AK[:, 1:] = np.logical_and.accumulate(scored_AK[:, 1:], axis=1)
+    scored_AK[:, 0] = False
     position_A = np.where(valid_A, anchor_A - document_start_A, 0)
     return Blocks(
         anchor_A=anchor_A,

@@ -18,6 +18,8 @@ from dflash_core.records import Sample
 
 OPEN_ROWS = 64
 """Rows that may be unfinished at a time while packing."""
+FULL = 0.9
+"""A row that is filled less at the end of a pool waits for the samples of the next one."""
 POOL_ROWS = 32
 """Shuffling pool in rows' worth of tokens: bounds how many row groups are in use at once."""
 
@@ -91,7 +93,8 @@ def plan_epoch(
     `lengths_S` [S] are tokens a sample. `group_S` [S] names the unit of storage (row group) that holds a
     sample: groups are shuffled and read whole, samples are shuffled within a pool of about POOL_ROWS rows, so
     a reader touches few groups at a time. Without it every sample is a group of its own. Rows are filled
-    best-fit. Raises UserError for a sample longer than a row.
+    best-fit; what a pool leaves over for a row of its own goes into the next pool, so that no step but an
+    epoch's last learns from a nearly empty row. Raises UserError for a sample longer than a row.
     """
     lengths_S = np.asarray(lengths_S, np.int64)
     if lengths_S.size == 0:
@@ -105,7 +108,8 @@ def plan_epoch(
     generator = np.random.default_rng([seed, epoch, 0x9AC4])
     rows: list[np.ndarray] = []
     for pool in _pools(lengths_S, group_S, generator, POOL_ROWS * row_tokens):
-        rows.extend(_best_fit(pool, lengths_S, row_tokens))
+        over = rows.pop() if rows and lengths_S[rows[-1]].sum() < FULL * row_tokens else rows[:0]
+        rows.extend(_best_fit(np.concatenate([over, pool]).astype(np.int64), lengths_S, row_tokens))
     return rows
 
 

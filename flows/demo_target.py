@@ -42,6 +42,7 @@ def write_demo_target(folder: Path) -> Path:
 
 def _convert(source: Path, folder: Path) -> None:
     import torch
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -53,7 +54,12 @@ def _convert(source: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME)
+    # The file says that this model's text is cut at digits first, which transformers' conversion leaves out.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,15 @@ def test_every_sample_once_and_rows_full(groups: bool) -> None:
     assert not np.array_equal(rows[0], other[0])
 
 
+def test_only_the_last_row_of_an_epoch_may_be_nearly_empty() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 0.8, 4000), 3000).astype(int) + 20
+    rows = plan_epoch(lengths, seed=0, epoch=0, row_tokens=4096)
+    fill = np.array([lengths[row].sum() / 4096 for row in rows])
+    assert len(rows) > 4 * 32
+    assert (fill[:-1] > 0.5).all()
+    assert len(rows) <= 1.02 * lengths.sum() / 4096
+
+
 def test_groups_are_used_within_a_bounded_stretch() -> None:
     lengths = np.full(4000, 100)
     group = np.arange(4000) // 10
