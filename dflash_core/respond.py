@@ -18,6 +18,9 @@ Prompt = tuple[list[dict[str, Any]], list[Any] | None]
 """(messages, tools) that the target is to answer."""
 
 
+_TOKENS_BETWEEN_SIGNS = 64
+
+
 class GenerationSettings(Config):
     """How responses are drawn."""
 
@@ -80,31 +83,44 @@ class Responder:
     ) -> list[Response]:
         """Answer the prompts, in batches of similar length; results in the order of the prompts.
 
-        `progress` is told how many were answered so far. Raise ChatError when the template refuses a prompt.
+        `progress` is told how many were answered so far, after each batch and every 64 tokens of one. Raise
+        ChatError when the template refuses a prompt.
         """
         ids = [self.encoder.prompt_ids(messages, tools) for messages, tools in prompts]
         answers: list[Response | None] = [None] * len(ids)
         done = 0
-        for rows in _groups([len(row) for row in ids], batch_size, equal=self.hybrid):
-            for row, written in zip(rows, self._generate([ids[i] for i in rows], settings), strict=True):
-                answers[row] = self._response(written)
-            done += len(rows)
+
+        def alive() -> None:
             if progress is not None:
                 progress(done)
+
+        for rows in _groups([len(row) for row in ids], batch_size, equal=self.hybrid):
+            written = self._generate([ids[i] for i in rows], settings, alive)
+            for row, new_ids in zip(rows, written, strict=True):
+                answers[row] = self._response(new_ids)
+            done += len(rows)
+            alive()
         return [answer for answer in answers if answer is not None]
 
-    def _generate(self, rows: list[list[int]], settings: GenerationSettings) -> list[list[int]]:
+    def _generate(
+        self, rows: list[list[int]], settings: GenerationSettings, alive: Callable[[], None]
+    ) -> list[list[int]]:
         """New token ids of each row, the stop token included; halves the batch when memory runs out."""
         try:
-            return self._generate_batch(rows, settings)
+            return self._generate_batch(rows, settings, alive)
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
         torch.cuda.empty_cache()
         middle = len(rows) // 2
-        return self._generate(rows[:middle], settings) + self._generate(rows[middle:], settings)
+        return [
+            *self._generate(rows[:middle], settings, alive),
+            *self._generate(rows[middle:], settings, alive),
+        ]
 
-    def _generate_batch(self, rows: list[list[int]], settings: GenerationSettings) -> list[list[int]]:
+    def _generate_batch(
+        self, rows: list[list[int]], settings: GenerationSettings, alive: Callable[[], None]
+    ) -> list[list[int]]:
         longest = max(len(row) for row in rows)
         pad = self.stop_ids[0]
         ids_BT = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.device)
@@ -118,6 +134,7 @@ class Responder:
                 input_ids=ids_BT,
                 attention_mask=mask_BT,
                 generation_config=_generation_config(settings, self.stop_ids, pad),
+                stopping_criteria=[_tell_and_go_on(alive)],
             )
         return [_until_stop(row[longest:].tolist(), self.stop_ids) for row in output_BT]
 
@@ -176,6 +193,17 @@ def _generation_config(settings: GenerationSettings, stop_ids: list[int], pad: i
     return GenerationConfig(
         max_new_tokens=settings.max_new_tokens, eos_token_id=stop_ids, pad_token_id=pad, **sampling
     )
+
+
+def _tell_and_go_on(alive: Callable[[], None]) -> Callable[..., torch.Tensor]:
+    """A stopping criterion that never stops, and says now and then that the generation goes on."""
+
+    def criterion(ids_BT: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids_BT.shape[1] % _TOKENS_BETWEEN_SIGNS == 0:
+            alive()
+        return torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
+
+    return criterion
 
 
 def _stop_ids(model: Any, tokenizer: Any, encoder: ChatEncoder) -> list[int]:

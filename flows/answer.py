@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
@@ -18,8 +18,11 @@ from dflash_core.configuration import Config, UserError
 from dflash_core.messages import ChatError
 from dflash_core.respond import GenerationSettings, Prompt, Responder, Response, split_reasoning
 
-Answer = Callable[[Sequence[Prompt], int], list[Response | ChatError]]
-"""(prompts, seed) -> one response or error a prompt, in their order."""
+Answer = Callable[[Sequence[Prompt], int, Callable[[], None]], list[Response | ChatError]]
+"""(prompts, seed, alive) -> one response or error a prompt, in their order; `alive` is called meanwhile."""
+
+_ALIVE_EVERY_S = 5.0
+"""`alive` is called so often at least while requests are in flight."""
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _MISCONFIGURED = {401, 403, 404, 405}
@@ -48,12 +51,16 @@ class LocalAnswers:
     def __init__(self, responder: Responder, settings: GenerationSettings, batch_size: int) -> None:
         self.responder, self.settings, self.batch_size = responder, settings, batch_size
 
-    def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Response | ChatError]:
+    def __call__(
+        self, prompts: Sequence[Prompt], seed: int, alive: Callable[[], None]
+    ) -> list[Response | ChatError]:
         """Answer in batches; see `Answer`."""
         results: list[Response | ChatError] = [self._refusal(prompt) for prompt in prompts]  # type: ignore[misc]
         accepted = [i for i, refusal in enumerate(results) if refusal is None]
         settings = self.settings.model_copy(update={"seed": seed})
-        answers = self.responder.respond([prompts[i] for i in accepted], settings, self.batch_size)
+        answers = self.responder.respond(
+            [prompts[i] for i in accepted], settings, self.batch_size, lambda _: alive()
+        )
         for i, answer in zip(accepted, answers, strict=True):
             results[i] = answer
         return results
@@ -91,9 +98,14 @@ def endpoint_answers(config: EndpointConfig, chat: ChatConfig, settings: Generat
             stop.set()
             raise
 
-    def answer(prompts: Sequence[Prompt], seed: int) -> list[Response | ChatError]:
+    def answer(prompts: Sequence[Prompt], seed: int, alive: Callable[[], None]) -> list[Response | ChatError]:
         with ThreadPoolExecutor(max_workers=config.concurrency) as pool:
-            return list(pool.map(lambda prompt: ask(prompt, seed), prompts))
+            asked = [pool.submit(ask, prompt, seed) for prompt in prompts]
+            waiting = set(asked)
+            while waiting:  # timeouts and the number of tries bound this
+                _, waiting = wait(waiting, _ALIVE_EVERY_S, FIRST_COMPLETED)
+                alive()
+        return [request.result() for request in asked]
 
     return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dflash_core.messages import ChatError
@@ -79,17 +80,18 @@ def answer_turns(
 ) -> int:
     """Let the target answer every turn of every chat, all chats' first turns first; return tokens written.
 
-    `told` hears how many chats are finished.
+    `told` hears how many chats are finished, again and again while the target writes.
     """
     tokens = 0
     waiting = conversations
     while waiting:
         asked = [(chat, prompt) for chat in waiting if (prompt := chat.prompt()) is not None]
-        if told is not None:
-            told(len(conversations) - len(asked))
+        finished = len(conversations) - len(asked)
+        tell = (lambda: None) if told is None else partial(told, finished)
+        tell()
         if not asked:
             break
-        answers = answer([(prompt, chat.tools) for chat, prompt in asked], seed)
+        answers = answer([(prompt, chat.tools) for chat, prompt in asked], seed, tell)
         for (chat, _), response in zip(asked, answers, strict=True):
             if isinstance(response, ChatError):
                 chat.error = response

@@ -66,8 +66,8 @@ def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
         slots,
         python_module("flows.step_worker"),
         {},
-        start_timeout_s=workers.start_timeout_s,
-        silence_timeout_s=workers.silence_timeout_s,
+        # The job itself loads the target, and only where a part is missing.
+        silence_timeout_s=max(workers.start_timeout_s, workers.silence_timeout_s),
     )
     with hold_devices(slots), pool:
         result, _ = pool.run(job, on_message)

@@ -55,6 +55,15 @@ def test_the_end_token_stops_and_is_not_part_of_the_text(tmp_path: Path) -> None
     assert answer.num_tokens == first.index(first[2]) + 1
 
 
+def test_a_long_batch_says_that_it_goes_on(tmp_path: Path) -> None:
+    responder = Responder(str(write_family("qwen3", tmp_path)), None, ChatConfig(), "cpu", torch.float32)
+    responder.stop_ids = [responder.model.config.vocab_size]  # is never written
+    counted: list[int] = []
+    [answer] = responder.respond(PROMPTS[:1], GenerationSettings(max_new_tokens=200), progress=counted.append)
+    assert answer.num_tokens == 200
+    assert counted[-1] == 1 and counted.count(0) >= 200 // 64
+
+
 def test_sampling_follows_the_seed_and_leaves_the_global_state_alone(tmp_path: Path) -> None:
     responder = Responder(str(write_family("llama", tmp_path)), None, ChatConfig(), "cpu", torch.float32)
 

@@ -20,7 +20,7 @@ from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
-from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards
+from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards, write_responses
 from flows.launch import WorkerDied
 from storage.dataset import Dataset, DatasetError, open_dataset
 from tests.flows.conftest import errors_logged
@@ -111,6 +111,16 @@ def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig)
     with pytest.raises(UserError, match="out of memory on one sample"):
         capturer._capture_shard(0, replace=True)()
     assert dataset.missing() == list(range(1, len(dataset.plan.shards)))
+
+
+def test_loading_the_target_that_answers_is_no_silence(
+    extract_config: MakeConfig, chats: Path, tmp_path: Path
+) -> None:
+    responses = {"output": str(tmp_path / "responses"), "generation": {"max_new_tokens": 2}}
+    workers = {"slots": ["cpu"], "silence_timeout_s": 0.5}
+    config = extract_config(responses=responses, workers=workers, limit=2)
+    write_responses(config, lambda message: None)
+    assert len((tmp_path / "responses" / "part-00000.jsonl").read_text().splitlines()) == 2
 
 
 def answered(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,12 +48,15 @@ class Server:
         self.responder = responder
         self.asked: list[dict[str, Any]] = []
         self.failures: list[int] = []
+        self.seconds = 0.0
+        """How long an answer takes at least."""
         self.lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                time.sleep(outer.seconds)
                 status, reply = outer.answer(self.path, body, self.headers.get("Authorization"))
                 data = json.dumps(reply).encode()
                 self.send_response(status)
@@ -164,6 +168,28 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path, server: Server) 
     assert len(server.asked) == before, "a finished run asks nothing"
 
 
+def test_signs_of_life_come_within_a_part(
+    tmp_path: Path, tiny_target_dir: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_input(tmp_path, [chat(f"question {i}") for i in range(5)])
+    heard: list[int] = []
+
+    def hear(done: int, _total: int | None) -> None:
+        heard.append(done)
+
+    here = settings(
+        *(tmp_path, source), output=str(tmp_path / "here"), target=str(tiny_target_dir), batch_size=1
+    )
+    respond(here.model_copy(update={"part_records": 5}), hear)
+    assert heard.count(0) >= 5, "one for each batch"
+
+    heard.clear()
+    monkeypatch.setattr("flows.answer._ALIVE_EVERY_S", 0.05)
+    server.seconds = 0.5
+    respond(settings(tmp_path, source, endpoint=EndpointConfig(url=server.url, model="tiny"), limit=1), hear)
+    assert heard.count(0) >= 5, "a request that takes long is no silence"
+
+
 def test_passing_trouble_is_tried_again_and_refusals_are_counted(tmp_path: Path, server: Server) -> None:
     source = write_input(tmp_path, [chat("one"), chat("unspeakable"), chat("three"), {"messages": "?"}, [1]])
     endpoint = EndpointConfig(url=server.url, model="tiny", concurrency=1)
@@ -209,7 +235,7 @@ def test_every_turn_is_written_anew_upon_the_targets_own_history(responder: Resp
     conversation = Conversation("x", "here", messages, tools)
     histories: list[list[str]] = []
 
-    def answer(prompts: Any, _seed: int) -> Any:
+    def answer(prompts: Any, _seed: int, _alive: Any) -> Any:
         histories.append([message["content"] for message in prompts[0][0]])
         written = responder.respond(prompts, GenerationSettings(max_new_tokens=NEW_TOKENS))
         return [dataclasses.replace(response, finish_reason="stop") for response in written]
