@@ -97,8 +97,7 @@ class ChatEncoder:
 
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """Token ids of the messages with the generation prompt appended, as a server would build them."""
-        text = self.render(messages, tools, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._ids(self.render(messages, tools, add_generation_prompt=True))
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -115,6 +114,9 @@ class ChatEncoder:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatError("template refused", str(error)) from None
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _ids_and_mask(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, cut_short: bool
@@ -151,7 +153,12 @@ class ChatEncoder:
         ids = list(encoded["input_ids"])
         mask_T = np.asarray(encoded["assistant_masks"], dtype=bool)
         runs = _runs(mask_T)
-        end_ids = self.tokenizer(self.markers.turn_end, add_special_tokens=False)["input_ids"]
+        end_ids = self._ids(self.markers.turn_end)
+        # Tags may hold what a server puts behind the header itself, say an empty think block.
+        held_ids = self._ids(self.markers.generation_prompt.removeprefix(self.markers.header))
+        for start, stop in runs:
+            if held_ids and ids[start : min(start + len(held_ids), stop)] == held_ids:
+                mask_T[start : start + len(held_ids)] = False
         # Tags are often placed before the end of the turn, but the target writes that token too.
         for _, stop in runs:
             if len(end_ids) == 1 and ids[stop : stop + 1] == end_ids:

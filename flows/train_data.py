@@ -6,6 +6,7 @@ run that is resumed, also with another number of ranks, sees each sample once an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,9 +21,14 @@ from dflash_core.packing import PackedTokens, is_validation, pack_tokens, plan_e
 from dflash_core.records import LAST_HIDDEN, tap_column
 from dflash_core.row_batch import prepare_row
 from dflash_core.training import TrainingConfig, TrainingRow
+from storage.codec import parse_codec
 from storage.dataset import Dataset
 from storage.reader import RowReader
 
+log = logging.getLogger(__name__)
+
+TEACHER_TOLERANCE = 0.03
+"""A teacher of the KL term that is stored more coarsely is warned of."""
 VALIDATION_EPOCH = 2**31 - 1
 """Stands for the epoch when validation rows and anchors are drawn: the same ones every time."""
 
@@ -230,6 +236,13 @@ def _columns(dataset: Dataset, drafter: DrafterConfig, training: TrainingConfig)
             raise UserError(
                 "training.loss.kl_weight needs the target's last hidden state after its final norm, and "
                 f"{dataset.uri} holds: {kept}. Extract with last_hidden: after_final_norm, or set it to 0"
+            )
+        if parse_codec(dataset.spec.codec).tolerance > TEACHER_TOLERANCE:
+            log.warning(
+                "training.loss.kl_weight: the teacher's hidden states are stored with %s, which moves its "
+                "choices (docs/training.md says how far); lossless or tolerance=%g teach better",
+                dataset.spec.codec,
+                TEACHER_TOLERANCE,
             )
         wanted.append(LAST_HIDDEN)
     return wanted

@@ -51,6 +51,20 @@ THINKING = (
 )
 """As Qwen3 does it: reasoning only in the last turn, an empty think block in the prompt when it is off."""
 
+THINKING_TAGGED = (
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}"
+    "{{ '<|im_start|>assistant\\n' }}{% generation %}"
+    "{%- if loop.last %}{{ '<think>\\n' + (message.reasoning_content or '') }}"
+    "{{ '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{%- else -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}"
+    "{% endif %}{% endif %}"
+)
+"""The same for training: the tags hold the think block, also the empty one of a served prompt."""
+
 THINKING_OPEN = (
     _TURNS
     + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"

@@ -52,6 +52,14 @@ def test_with_and_without_generation_tags_the_same_tokens_are_supervised(templat
     assert stretches == ["yés<|im_end|>", "so<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [templates.THINKING, templates.THINKING_TAGGED])
+def test_what_the_generation_prompt_holds_is_not_supervised(template: str) -> None:
+    made = encoder(template, enable_thinking=False)
+    text, stretches = pieces(made, made.encode(TWO_TURNS))
+    assert text.endswith("assistant\n<think>\n\n</think>\n\nso<|im_end|>")
+    assert stretches == ["yés<|im_end|>", "so<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [CHATML, templates.CHATML_TAGGED])
 def test_turns_that_the_target_did_not_write_are_not_supervised(template: str) -> None:
     made = encoder(template, min_supervised=1)

@@ -312,6 +312,20 @@ def test_too_long_samples_and_missing_taps_are_refused(dataset: Dataset, target:
         TrainingData(dataset, drafter, job.config.training, ALONE)
 
 
+@pytest.mark.parametrize(("codec", "warned"), [("tolerance=0.1", True), ("tolerance=0.02", False)])
+def test_a_coarse_teacher_is_warned_of(
+    tmp_path: Path, target: str, caplog: pytest.LogCaptureFixture, codec: str, warned: bool
+) -> None:
+    shape = TARGET.model_copy(update={"mask_token_id": VOCABULARY - 1})
+    spec = made_spec(codec, target=shape)
+    capture = spec.capture.model_copy(update={"last_hidden": "after_final_norm"})
+    made = made_dataset(tmp_path, spec.model_copy(update={"capture": capture}), made_samples(20))
+    write_missing(made, tmp_path)
+    job = make_job(made, target, tmp_path, loss={"gamma": 3.0, "kl_weight": 0.5})
+    TrainingData(open_dataset(made.uri), job.drafter, job.config.training, ALONE)
+    assert ("teacher" in caplog.text) == warned
+
+
 def test_total_steps_counts_epochs(dataset: Dataset, target: str) -> None:
     job = make_job(dataset, target, Path("nowhere"), max_steps=None, epochs=2)
     data = TrainingData(dataset, job.drafter, job.config.training, ALONE)
