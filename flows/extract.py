@@ -70,9 +70,13 @@ def extract_hidden_states(
         return Failed(message=str(error), data=error)
     report.publish_dataset(dataset)
     if outcome.failed:
-        command = extract_steps.redo_command(sorted(outcome.failed))
+        named = sorted(outcome.failed) if only or not outcome.stopped else ()
+        command = extract_steps.redo_command(named)
         report.publish_failures(outcome, command)
         logger.error("%d shards are set aside; redo just them with\n%s", len(outcome.failed), command)
+        if outcome.stopped:
+            tell_error(outcome.stopped)
+            return Failed(message=str(outcome.stopped), data=outcome.stopped)
         return Failed(message=f"{failed_names(outcome)}; data set {dataset.uri}")
     if outcome.left:
         words = f"the shards asked for are done; {len(outcome.left)} others of {dataset.uri} are missing"

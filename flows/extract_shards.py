@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import signal
 import threading
@@ -26,6 +27,7 @@ from prefect.states import Cancelling, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
+from dflash_core.configuration import UserError
 from flows import extract_steps, report
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
@@ -35,6 +37,8 @@ from storage.dataset import Dataset, open_dataset
 
 MOST_SHARDS_AT_ONCE = 256
 """Threads of the task runner; the number of shards in work is that of the workers, not this."""
+LASTING_AFTER = 2
+"""A run ends when so many times as many shards as the workers can hold were set aside in a row."""
 PROGRESS_EVERY_S = 2.0
 CHILDREN_EVERY_S = 2.0
 CHILD_DEPLOYMENT = "extract-shards/extract-shards"
@@ -136,8 +140,12 @@ def _submit_as_workers_free_up(
     outcome: Outcome,
     progress: Progress,
 ) -> None:
-    """Keep as many shards in work as the workers can hold, so that Prefect never has a long queue to show."""
+    """Keep as many shards in work as the workers can hold, so that Prefect never has a long queue to show.
+
+    Where none is captured any more the rest is not tried: a full disk or a revoked key fails every shard.
+    """
     waiting = deque(shards)
+    failed_in_a_row = 0
     running: dict[UUID, int] = {}
     finished: queue.SimpleQueue[PrefectFuture[Message]] = queue.SimpleQueue()
     while waiting or running:
@@ -151,10 +159,22 @@ def _submit_as_workers_free_up(
         result = future.result(raise_on_failure=False)
         if isinstance(result, dict):
             outcome.done[shard] = result
+            failed_in_a_row = 0
         else:
             outcome.failed[shard] = str(result) if isinstance(result, TOLD) else repr(result)
             get_run_logger().error("shard %d is set aside: %s", shard, result)
+            failed_in_a_row += 1
+        if waiting and failed_in_a_row >= LASTING_AFTER * capacity:
+            outcome.stop(_lasting(failed_in_a_row, len(waiting), outcome.failed[shard]), waiting)
+            waiting.clear()
         progress.update(len(outcome.done), now=not running)
+
+
+def _lasting(failed: int, untried: int, error: str) -> UserError:
+    return UserError(
+        f"{failed} shards in a row could not be captured, so {untried} others were not tried; mend the cause "
+        f"and run again, what is captured stays. The last error:\n{error}"
+    )
 
 
 def child_name() -> str:
@@ -186,6 +206,8 @@ def extract_shards(config: ExtractConfig, dataset: str, shards: list[int], redo:
     except TOLD as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error), data=error)
+    if outcome.stopped:
+        return Failed(message=str(outcome.stopped), data=outcome.stopped)
     if outcome.failed:
         return Failed(message=failed_names(outcome))
     return Completed(message=f"{len(shards)} shards")
@@ -198,7 +220,8 @@ def extract_in_children(
 
     A run that came from a deployment starts its children as runs of the deployment `extract-shards`, so that
     any worker of the pool may take them; another one runs them here, one after the other, on workers that it
-    starts once. What became of the shards is read off the store.
+    starts once, until one ends with an error for the user to mend. What became of the shards is read off the
+    store.
     """
     size = config.shards_per_child
     chunks = [list(shards[i : i + size]) for i in range(0, len(shards), size)]
@@ -207,6 +230,7 @@ def extract_in_children(
         for chunk in chunks
     ]
     progress = Progress("child runs of this extraction", len(chunks))
+    outcome = Outcome()
     if deployment.id:
         states = _run_on_the_pool(parameters, progress)
     else:
@@ -216,9 +240,12 @@ def extract_in_children(
                 states.append(extract_shards(**values, return_state=True))
                 raise_if_interrupted()
                 progress.update(done, now=True)
-    outcome = Outcome()
+                error = states[-1].result(raise_on_failure=False)
+                if isinstance(error, UserError):
+                    outcome.stop(error, itertools.chain.from_iterable(chunks[done:]))
+                    break
     left = set(dataset.missing())
-    for chunk, state in zip(chunks, states, strict=True):
+    for chunk, state in zip(chunks, states, strict=False):
         for shard in chunk:
             if shard in left or (redo and not state.is_completed()):
                 outcome.failed[shard] = state.message or state.name or "failed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +207,13 @@ class Outcome:
     """Shard -> its last error."""
     left: list[int] = field(default_factory=list)
     """Shards that this run was not asked for and that are missing."""
+    stopped: UserError | None = None
+    """Why the run was ended before each of its shards was tried, if it was."""
+
+    def stop(self, error: UserError, untried: Iterable[int]) -> None:
+        """Set these shards aside as well: what failed the others would fail them."""
+        self.stopped = error
+        self.failed.update(dict.fromkeys(untried, "not tried"))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row a shard for a table."""

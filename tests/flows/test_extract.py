@@ -217,6 +217,39 @@ def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
 
 
 @pytest.mark.usefixtures("prefect")
+@pytest.mark.parametrize("shards_per_child", [0, 8])
+def test_a_cause_that_lasts_ends_the_run(
+    extract_config: MakeConfig, tmp_path: Path, shards_per_child: int
+) -> None:
+    workers = {"slots": ["cpu"], "attempts": 1}
+    config = extract_config(
+        workers=workers, codec="lossless", shard_tokens=100, shards_per_child=shards_per_child
+    )
+    dataset = plan_dataset(config)
+    planned = len(dataset.plan.shards)
+    assert planned > 9
+    good = {shard: spoil(dataset, shard) for shard in range(1, planned)}
+
+    from flows.extract import extract_hidden_states
+
+    state = extract_hidden_states(config, return_state=True)
+    error = state.result(raise_on_failure=False)
+    assert state.is_failed() and isinstance(error, UserError)
+    assert re.search(r"4 shards in a row .*\n.*damaged", str(error))
+    assert dataset.missing() == list(range(1, planned)) and not dataset.sealed
+    told = errors_logged(state)
+    assert told[-1] == str(error) and "redo just them with\ndflash extract --config FILE\n" in told[-2]
+    # The first of the spoilt ones may fail before the sound one is done; one more was in work at the end.
+    assert sum(" is set aside: " in line for line in told) <= 1 + 4 + 1
+
+    for shard, data in good.items():
+        dataset.store.put_bytes(f"samples/{shard:05d}.parquet", data, overwrite=True)
+    result = CliRunner().invoke(cli_app(), ["extract", "--config", str(write(tmp_path, config))])
+    assert result.exit_code == 0, result.output
+    assert open_dataset(dataset.uri).sealed
+
+
+@pytest.mark.usefixtures("prefect")
 def test_named_shards_are_redone_whatever_else_is_missing(extract_config: MakeConfig) -> None:
     from flows.extract import extract_hidden_states
 
