@@ -1,6 +1,6 @@
 """A worker process's end of the line to its parent: jobs come in on stdin, JSON lines leave on stdout.
 
-Standard library only. The parent's end is `flows.launch`. Messages are objects with a "kind":
+No torch, no Prefect. The parent's end is `flows.launch`. Messages are objects with a "kind":
 "ready", "progress", "log", "done" or "error". Any of them tells the parent that the worker lives.
 """
 
@@ -13,15 +13,22 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from dflash_core.configuration import UserError
+from storage.object_store import StoreError
 
 ORPHANED = 113
 """Exit code of a worker whose parent went away in the middle of a job."""
+
+ALIVE_EVERY_S = 1.0
+STORE_GIVES_UP_AFTER_S = 3600.0
+"""More than a store takes to raise its error for a server that no longer answers (about 27 minutes)."""
 
 OUR_LOGGERS = ("__main__", "flows", "storage", "dflash_core")
 """Whose words of level INFO are sent; other packages' from WARNING on."""
@@ -63,6 +70,28 @@ class Channel:
             self._out.write(text + "\n")
             self._out.flush()
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say "progress" every second of a block that waits for a store.
+
+        A server that stalls makes no worker unhealthy, and the store ends the block by itself. What hangs for
+        another reason falls silent after an hour.
+        """
+        over = threading.Event()
+        end = time.monotonic() + STORE_GIVES_UP_AFTER_S
+
+        def tell() -> None:
+            while not over.wait(ALIVE_EVERY_S) and time.monotonic() < end:
+                self.say("progress", what=what)
+
+        teller = threading.Thread(target=tell, name="waiting", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
     def jobs(self) -> Iterator[Job]:
         """Yield jobs until the parent closes the line."""
         while True:
@@ -90,9 +119,9 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
 
     Takes the set-up message, calls `start(channel, setup)` and answers jobs with what it returned: `start`
     loads whatever lives long and returns a function from a job to the fields of its "done" message, or to a
-    function that gives them: that one runs on a second thread while the next job begins (an upload). An
-    exception inside a job is told to the parent and the worker goes on, except after `Unusable`; an exception
-    in `start` ends the process.
+    function that gives them: that one runs on a second thread while the next job begins (an upload), and is
+    not silent meanwhile. An exception inside a job is told to the parent and the worker goes on, except after
+    `Unusable`; an exception in `start` ends the process.
     """
     channel = Channel()
     handler = _ChannelHandler(channel)
@@ -132,7 +161,8 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
 
 def _finish(channel: Channel, job_id: int, finish: Callable[[], Result]) -> None:
     try:
-        result = finish()
+        with channel.waiting("upload"):
+            result = finish()
     except Exception as error:  # noqa: BLE001  the same
         _say_error(channel, job_id, error)
         if isinstance(error, Unusable):
@@ -146,6 +176,7 @@ def _say_error(channel: Channel, job_id: int, error: Exception) -> None:
         "error",
         id=job_id,
         user=isinstance(error, UserError),
+        store=isinstance(error, StoreError),
         unusable=isinstance(error, Unusable),
         type=type(error).__name__,
         text=str(error) or type(error).__name__,

@@ -88,11 +88,14 @@ class ShardCapturer:
         """Compute the codec's channel scales from the fixed subset, unless they are published already."""
         if not self.codec.needs_scales or self.dataset.scales() is not None:
             return {"published": False}
+        with self.channel.waiting("calibration samples"):
+            samples = self.dataset.calibration_samples()
         calibration = Calibration()
-        for _, states in self._captures(self.dataset.calibration_samples(), "calibration"):
+        for _, states in self._captures(samples, "calibration"):
             for captured in states:
                 calibration.add(captured.states)
-        self.dataset.publish_scales(calibration.scales())
+        with self.channel.waiting("scales"):
+            self.dataset.publish_scales(calibration.scales())
         log.info("channel scales of codec %s are published", self.codec.name)
         return {"published": True}
 
@@ -102,9 +105,10 @@ class ShardCapturer:
         A GPU may still be at work on the last samples then: the next shard's follow without a gap.
         """
         began = time.monotonic()
-        samples = self.dataset.samples(shard)
         try:
-            writer = ShardWriter(self.dataset, shard, self.scratch, self.writer_config, replace=replace)
+            with self.channel.waiting(f"samples of shard {shard}"):
+                samples = self.dataset.samples(shard)
+                writer = ShardWriter(self.dataset, shard, self.scratch, self.writer_config, replace=replace)
         except ShardAlreadyCommitted:
             return lambda: self._result(self.dataset.record(shard), 0.0, found=True)
         try:

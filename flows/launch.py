@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 START_FAILURES_ALLOWED = 3
-"""A slot whose worker fails to start this many times in a row is given up."""
+"""A slot whose worker fails to start this many times in a row is given up. Starts that failed because the
+store did not answer are not counted; the slot pauses before the next one."""
 
 
 class WorkerPool:

@@ -20,12 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_core.configuration import UserError
+from storage.object_store import StoreError
 
 Message = dict[str, Any]
 OnMessage = Callable[[Message], None]
 
 STOP_GRACE_S = 5.0
 """How long a worker may take to end by itself before it is killed."""
+STORE_PAUSE_S = 30.0
+"""How long a slot waits before it starts a worker again that could not reach the store."""
 STDERR_LINES_KEPT = 40
 
 
@@ -190,14 +193,15 @@ class Worker:
         """Jobs that it has now."""
         self.starts = 0
         self.failed_starts = 0
-        """Starts in a row that did not succeed."""
+        """Starts in a row that did not succeed, those not counted that failed for the store."""
         self._argv = argv
         self._setup = {**setup, "worker": index}
         self._environment = {**slot_environment(slot), **environment}
         self._start_timeout_s, self._silence_timeout_s = limits
         self._process: _Process | None = None
         self._lock = threading.Lock()
-        self._retired = False
+        self._retired = threading.Event()
+        self._start_after = 0.0
         self._ids = itertools.count()
 
     @property
@@ -209,8 +213,8 @@ class Worker:
     def call(self, job: Message, on_message: OnMessage = ignore) -> Message:
         """Run one job and return its "done" message, starting the process first when there is none.
 
-        Raises UserError or JobFailed as the worker says, WorkerDied when it ends or says nothing for too
-        long; in the last case the process is gone when this returns.
+        Raises UserError (StoreError among them) or JobFailed as the worker says, WorkerDied when it ends or
+        says nothing for too long; in the last case the process is gone when this returns.
         """
         with self._lock:
             process = self._process
@@ -228,7 +232,7 @@ class Worker:
             on_message(_log(f"{self.name} did not start: {error}", "WARNING"))
 
     def _start(self, on_message: OnMessage) -> _Process:
-        if self._retired:
+        if self._retired.wait(max(0.0, self._start_after - time.monotonic())):
             raise PoolClosed("the worker pool is closed")
         began = time.monotonic()
         self.starts += 1
@@ -236,8 +240,11 @@ class Worker:
         process = self._process = _Process(self.name, self._argv, self._environment)
         try:
             self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
-        except Exception:
+        except Exception as error:
             process.stop(grace_s=0)  # it may be about to end by itself; nobody may take it for alive
+            if isinstance(error, StoreError):  # says nothing against this slot
+                self.failed_starts -= 1
+                self._start_after = time.monotonic() + STORE_PAUSE_S
             raise
         self.failed_starts = 0
         seconds = time.monotonic() - began
@@ -289,6 +296,8 @@ class Worker:
             on_message(message)
 
     def _error(self, process: _Process, message: Message) -> Exception:
+        if message.get("store"):
+            return StoreError(message["text"])
         if message.get("user"):
             return UserError(message["text"])
         text = f"{self.name}: {message['type']}: {message['text']}\n{message.get('traceback', '')}"
@@ -299,7 +308,7 @@ class Worker:
 
     def retire(self) -> None:
         """End the process, and never start another."""
-        self._retired = True
+        self._retired.set()
         # A start may be going on in another thread, which holds the lock until the process is ready: end
         # that process first, then look again for one that was started in between.
         if self._process is not None:

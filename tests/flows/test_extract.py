@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -87,6 +88,9 @@ def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig)
 
         def say(self, kind: str, **fields: Any) -> None:
             assert kind == "progress"
+
+        def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
 
     dataset = plan_dataset(extract_config(codec="lossless"))
     target = extract_config().target.model_dump(mode="json")

@@ -14,7 +14,8 @@ import pytest
 
 from dflash_core.configuration import UserError
 from flows.channel import ORPHANED
-from flows.launch import JobFailed, PoolClosed, WorkerDied, WorkerPool
+from flows.launch import START_FAILURES_ALLOWED, JobFailed, PoolClosed, WorkerDied, WorkerPool
+from storage.object_store import StoreError
 
 TOY = [sys.executable, str(Path(__file__).parent / "toy_worker.py")]
 
@@ -177,6 +178,38 @@ def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_giv
             with pytest.raises(WorkerDied, match="exit code 3"):
                 workers.run({"name": 1})
         with pytest.raises(PoolClosed, match="no worker can be started"):
+            workers.run({"name": 1})
+
+
+def test_an_upload_that_takes_long_is_no_silence() -> None:
+    with pool(silence_s=2.5, depth=2) as workers:
+        workers.run({"name": "first"})
+        done, worker = workers.run({"name": "stalled", "finish_s": 5.0})
+    assert done["name"] == "stalled" and worker.starts == 1
+
+
+def test_a_store_that_is_away_costs_no_slot_and_is_asked_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause_s = 0.7
+    monkeypatch.setattr("flows.worker_process.STORE_PAUSE_S", pause_s)
+    away = tmp_path / "away"
+    away.touch()
+    with pool(store_is_away_while=str(away)) as workers:
+        began = time.monotonic()
+        for _ in range(START_FAILURES_ALLOWED + 1):
+            with pytest.raises(StoreError, match="no server answers"):
+                workers.run({"name": 1})
+        assert time.monotonic() - began > START_FAILURES_ALLOWED * pause_s
+        away.unlink()
+        assert workers.run({"name": 1})[0]["name"] == 1
+    away.touch()
+    monkeypatch.setattr("flows.worker_process.STORE_PAUSE_S", 3600.0)
+    with pool(store_is_away_while=str(away)) as workers:
+        with pytest.raises(StoreError):
+            workers.run({"name": 1})
+        threading.Timer(0.5, workers.close).start()
+        with pytest.raises(PoolClosed):
             workers.run({"name": 1})
 
 

@@ -13,11 +13,14 @@ from typing import Any
 
 from dflash_core.configuration import UserError
 from flows.channel import Channel, RunJob, Unusable, serve
+from storage.object_store import StoreError
 
 
 def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
     if setup.get("refuse"):
         raise UserError("this set-up is refused")
+    if Path(setup.get("store_is_away_while", "")).is_file():
+        raise StoreError("no server answers")
     if setup.get("crash"):
         os._exit(3)
     print("noise on stdout that is no message")
