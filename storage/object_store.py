@@ -36,10 +36,9 @@ class StoreConfig(Config):
     """Size of one part of a multipart upload, and of one request of a parallel read."""
     threads: int = 4
     """Parts of one object in flight at a time."""
-    attempts: int = 12
-    """Tries of a request that the server or the network failed (5xx, SlowDown, cut): about a minute."""
     patience: float = 120.0
-    """Seconds that reads and parts of uploads are begun again, after those tries, while nothing arrives."""
+    """Seconds that a request is begun again while server or network fail it (5xx, SlowDown, cut) and nothing
+    arrives."""
     connect_timeout: float = 10.0
     """Seconds."""
     read_timeout: float = 60.0

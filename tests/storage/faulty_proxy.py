@@ -25,11 +25,12 @@ DELAY_SECONDS = 0.2
 _SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
 )
+_EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>Too old</Message></Error>"
 
 
 @dataclass
 class Rule:
-    """The next `times` requests of this method whose path contains the text meet this fault."""
+    """The next `times` requests of this method (any: "") whose path contains the text meet this fault."""
 
     fault: Fault
     method: str
@@ -47,6 +48,8 @@ class FaultyProxy(ThreadingHTTPServer):
         self.port_behind = port
         self.rules: list[Rule] = []
         self.met: list[Fault] = []
+        self.expired: set[str] = set()
+        """Access keys whose requests are answered with 400 ExpiredToken."""
         self.whole: Callable[[str], bytes] = lambda path: b""
         self.most_delayed = 0
         """Most requests that were delayed at the same time."""
@@ -60,7 +63,7 @@ class FaultyProxy(ThreadingHTTPServer):
     def next_fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
             for rule in self.rules:
-                if rule.times and rule.method == method and rule.contains in path:
+                if rule.times and rule.method in ("", method) and rule.contains in path:
                     rule.times -= 1
                     self.met.append(rule.fault)
                     return rule.fault
@@ -107,6 +110,8 @@ class _Relay(BaseHTTPRequestHandler):
         if fault == "cut request":
             return self._cut_request(length)
         body = self.rfile.read(length)
+        if any(f"Credential={key}/" in self.headers.get("Authorization", "") for key in self.server.expired):
+            return self._answer(400, "Bad Request", [("Content-Type", "application/xml")], _EXPIRED)
         if fault == "refuse":
             return self._answer(503, "Slow Down", [("Content-Type", "application/xml")], _SLOW_DOWN)
         if fault == "ignore range" and "Range" in self.headers:

@@ -289,7 +289,7 @@ def doomed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
             monkeypatch.setenv(name, value)
         yield (
             server,
-            open_store(f"{server.uri}/cache", StoreConfig(attempts=1, connect_timeout=2, read_timeout=5)),
+            open_store(f"{server.uri}/cache", StoreConfig(patience=1, connect_timeout=2, read_timeout=5)),
         )
     finally:
         server.kill()

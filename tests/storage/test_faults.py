@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from tests.storage.made import contents, made_dataset, made_samples, made_spec, 
 from tests.storage.seaweed import SeaweedServer
 
 LARGE = random.Random(0).randbytes(12 << 20)
-PATIENT = StoreConfig(part_bytes=5 << 20, attempts=8, read_timeout=1)
+PATIENT = StoreConfig(part_bytes=5 << 20, read_timeout=1)
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +254,10 @@ def test_a_server_that_ignores_ranges_is_no_corruption(
 
 def test_patience_ends(proxy: FaultyProxy, s3_uri: str, tmp_path: Path) -> None:
     """A server that never works is an error that says so, and nothing is left behind."""
-    store = open_store(s3_uri, StoreConfig(part_bytes=5 << 20, attempts=2, patience=0.5))
+    store = open_store(s3_uri, StoreConfig(part_bytes=5 << 20, patience=0.5))
     (tmp_path / "large").write_bytes(LARGE)
     proxy.rules = [Rule("refuse", "PUT", "partNumber=2", times=99)]
-    with pytest.raises(StoreError, match="SlowDown"):
+    with pytest.raises(StoreError, match=r"uploading .*large: failed again and again for \d+ s .*SlowDown"):
         store.put_file("large", tmp_path / "large")
     with pytest.raises(ObjectNotFound):
         store.head("large")
@@ -265,6 +266,118 @@ def test_patience_ends(proxy: FaultyProxy, s3_uri: str, tmp_path: Path) -> None:
     proxy.rules = [Rule("cut answer", "GET", "key", times=99)]
     with pytest.raises(StoreError, match="failed again and again"):
         store.get("key")
+
+
+@contextmanager
+def refusing(proxy: FaultyProxy, seconds: float) -> Iterator[None]:
+    """Answer every request with 503 from now on, for some time."""
+    rule = Rule("refuse", "", "", times=1 << 30)
+    proxy.rules = [rule]
+    timer = threading.Timer(seconds, lambda: setattr(rule, "times", 0))
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_every_request_waits_for_an_overwhelmed_server(
+    proxy: FaultyProxy, s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(s3_uri, StoreConfig(part_bytes=5 << 20, read_timeout=1.5))  # a client of its own
+    (tmp_path / "large").write_bytes(LARGE)
+    store.put_bytes("there/key", b"data")
+    store.put_bytes("gone", b"data")
+    etag = store.head("there/key").etag
+    requests = [
+        lambda: store.put_bytes("new", b"data"),
+        lambda: store.put_file("large", tmp_path / "large"),
+        lambda: store.replace("there/key", b"other", etag),
+        lambda: store.delete("gone"),
+        lambda: store.head("ready"),
+        lambda: [info.key for info in store.list("ready")],
+        lambda: store.folders(),
+        lambda: store.abort_unfinished("nothing"),
+        *([lambda: store.get("ready"), lambda: store.get_range("ready", 1, 2)] * 12),
+    ]
+    store.put_bytes("ready", b"ready")
+    with ThreadPoolExecutor(len(requests)) as pool, refusing(proxy, 4):
+        answers = list(pool.map(lambda request: request(), requests))
+    assert answers[5:8] == [["ready"], ["there"], []]
+    assert answers[8:] == [b"ready", b"ea"] * 12
+    assert store.get("new") == b"data" and store.get("large") == LARGE and store.get("there/key") == b"other"
+    assert {info.key for info in store.list()} == {"there/key", "new", "large", "ready"}
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "storage.patience"]
+    assert "SlowDown; trying again for up to 120 s" in told
+
+
+@pytest.mark.parametrize("theirs, ours", [(b"data", b"data"), (b"theirs", b"ours")])
+def test_a_lost_answer_before_an_outage(theirs: bytes, ours: bytes, proxy: FaultyProxy, s3_uri: str) -> None:
+    """What came of the write is looked up when the server is back, however many tries lie between."""
+    store = open_store(s3_uri, PATIENT)
+    if theirs != ours:
+        store.put_bytes("key", theirs)
+    proxy.rules = [Rule("lose answer", "PUT", "key"), Rule("refuse", "PUT", "key", times=5)]
+    proxy.rules += [Rule("refuse", "GET", "key", times=2)]
+    if theirs == ours:
+        store.put_bytes("key", ours)
+    else:
+        with pytest.raises(ObjectExists):
+            store.put_bytes("key", ours)
+    assert store.get("key") == theirs and len(proxy.met) == 8
+
+
+def test_a_write_whose_answers_are_all_lost_is_found(proxy: FaultyProxy, s3_uri: str) -> None:
+    store = open_store(s3_uri, StoreConfig(patience=0.5))
+    proxy.rules = [Rule("lose answer", "PUT", "key", times=99)]
+    store.put_bytes("key", b"ours")
+    assert store.get("key") == b"ours"
+    with pytest.raises(StoreError, match="failed again and again"):
+        store.put_bytes("key", b"others")
+    assert store.get("key") == b"ours"
+
+
+@pytest.fixture
+def credentials_file(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """AWS's file of credentials, with keys that the proxy calls expired; the variables name none."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    write_credentials(path, "old-access-key", "old-secret-word")
+    return path
+
+
+def write_credentials(path: Path, key: str, secret: str) -> None:
+    path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+
+@pytest.mark.parametrize("first", ["put", "head", "list", "upload"])
+def test_credentials_are_read_anew_when_they_expire(
+    first: str, proxy: FaultyProxy, s3: SeaweedServer, s3_uri: str, credentials_file: Path, tmp_path: Path
+) -> None:
+    proxy.expired = {"old-access-key"}
+    store = open_store(s3_uri, PATIENT).child("below")
+    write_credentials(credentials_file, s3.access_key, s3.secret_key)
+    (tmp_path / "large").write_bytes(LARGE)
+    if first == "head":
+        with pytest.raises(ObjectNotFound):
+            store.head("key")
+    elif first == "list":
+        assert not list(store.list())
+    elif first == "upload":
+        store.put_file("large", tmp_path / "large")
+    store.put_bytes("key", b"data")
+    assert store.get("key") == b"data"
+
+
+def test_credentials_that_stay_expired_are_named_as_such(
+    proxy: FaultyProxy, s3_uri: str, credentials_file: Path
+) -> None:
+    proxy.expired = {"old-access-key"}
+    store = open_store(s3_uri, PATIENT)
+    for request in (lambda: store.get("key"), lambda: store.head("key"), lambda: store.put_bytes("key", b"")):
+        with pytest.raises(StoreError, match=r"credentials have expired .*read anew just now") as caught:
+            request()
+        assert "old-secret-word" not in str(caught.value)
 
 
 def test_a_data_set_through_a_bad_line(

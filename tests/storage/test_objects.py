@@ -23,7 +23,7 @@ from storage.objects import (
     open_store,
 )
 
-SMALL_PARTS = StoreConfig(part_bytes=5 << 20, attempts=3)
+SMALL_PARTS = StoreConfig(part_bytes=5 << 20)
 LARGE = os.urandom(1 << 20) * 12  # three parts of 5 MiB
 
 
