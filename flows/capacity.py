@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from dflash_core.configuration import Config
 from dflash_core.drafter import DrafterConfig
 from dflash_core.metrics import row_flops
 from dflash_core.records import CaptureSpec
+from dflash_core.training import TrainingConfig
 from flows.config import ExtractConfig, TrainConfig
 
 GIGA, HOUR = 1e9, 3600.0
@@ -58,6 +60,9 @@ class Capacity:
     write_mb_per_s: float
     """All GPUs together."""
     training_hours: float
+    """Optimizer steps alone."""
+    validation_hours: float
+    """All validations together."""
     training_tokens_per_s: float
     read_mb_per_s: float
     """All GPUs together."""
@@ -98,6 +103,8 @@ def capacity(
     flops = row_flops(drafter, training.row_tokens, training.anchors_per_row * drafter.block_size)
     row_seconds = flops / (rates.training_share * rates.peak_tflops * 1e12)
     train_rate = ranks * training.row_tokens / row_seconds
+    validated = validation_rows(training, tokens)
+    validation_seconds = row_seconds * forward_share(drafter, training) / ranks
     write, read = capture_rate * stored, train_rate * wanted
     return Capacity(
         extraction_gpus=workers,
@@ -108,11 +115,29 @@ def capacity(
         extraction_tokens_per_s=capture_rate,
         write_mb_per_s=write / 1e6,
         training_hours=training.epochs * tokens / train_rate / HOUR,
+        validation_hours=validated * validation_seconds / HOUR,
         training_tokens_per_s=train_rate,
         read_mb_per_s=read / 1e6,
         checkpoint_bytes=12.0 * drafter_parameters(drafter),
         bottlenecks=bottlenecks(write, read, rates.network_gbit * GIGA / 8),
     )
+
+
+def validation_rows(training: TrainingConfig, tokens: float) -> float:
+    """Return how many rows all validations of a run look at, for a data set of so many tokens."""
+    rows = tokens / training.row_tokens
+    steps = min(training.epochs * rows / training.rows_per_step, training.max_steps or math.inf)
+    each = min(training.validation_fraction * rows, training.validation_rows or math.inf)
+    return steps / training.validate_every * each
+
+
+def forward_share(drafter: DrafterConfig, training: TrainingConfig) -> float:
+    """Return the share of a row's products (`row_flops`) that its forward has: a third, but half of the
+    head's.
+    """
+    queries = training.anchors_per_row * drafter.block_size
+    head = 4.0 * drafter.vocab_size * drafter.hidden_size * queries
+    return 1 / 3 + head / row_flops(drafter, training.row_tokens, queries) / 6
 
 
 def gpu_count(asked: int | None, named: Sequence[str]) -> int:
@@ -189,6 +214,7 @@ def table(values: Capacity, tokens: float) -> list[tuple[str, str]]:
         ("extraction", f"{values.extraction_hours:,.1f} h at {values.extraction_tokens_per_s:,.0f} tokens/s"),
         ("written", f"{values.write_mb_per_s:,.0f} MB/s ({values.write_mb_per_s * 8e-3:.1f} Gbit/s)"),
         ("training", f"{values.training_hours:,.1f} h at {values.training_tokens_per_s:,.0f} tokens/s"),
+        ("validation", f"{values.validation_hours:,.1f} h"),
         ("read", f"{values.read_mb_per_s:,.0f} MB/s ({values.read_mb_per_s * 8e-3:.1f} Gbit/s)"),
         ("a checkpoint", f"{values.checkpoint_bytes / 1e9:,.1f} GB"),
         *(("", sentence) for sentence in values.bottlenecks),

@@ -112,8 +112,11 @@ class TrainingData:
         return StepPlace(epoch=place.epoch + 1, step_in_epoch=0)
 
     def validation_rows(self) -> Iterator[TrainingRow]:
-        """This rank's share of the rows that are not learnt from."""
-        rows = self._plan(self.validation_samples, VALIDATION_EPOCH)[: self.training.validation_rows]
+        """This rank's share of the rows that are not learnt from: as many as the other ranks have, empty ones
+        included.
+        """
+        planned = self._plan(self.validation_samples, VALIDATION_EPOCH)[: self.training.validation_rows]
+        rows = [*planned, *[None] * (-len(planned) % self.world.size)]
         share = rows[self.world.rank :: self.world.size]
         with RowStream(self, [(VALIDATION_EPOCH, row) for row in share]) as stream:
             yield from stream

@@ -18,6 +18,8 @@ from flows.ranks import say
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+SCORE = "validation/acceptance_length"
+"""The number by which checkpoints are compared."""
 WANDB_FILE = "wandb-run.txt"
 """Id of the run on W&B, which a resumed run continues."""
 
@@ -30,6 +32,8 @@ class TrainLog:
 
     def __init__(self, folder: Path, *, first: bool, settings: Mapping[str, Any], start_step: int) -> None:
         """Steps after `start_step`, the last one finished, are written anew: a resumed run repeats them."""
+        self.score: float | None = None
+        """What the run before this one found at `start_step`, if it got so far and this rank writes."""
         self._first = first
         self._file: TextIO | None = None
         self._board: Any = None
@@ -39,7 +43,8 @@ class TrainLog:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = _reopen(folder / METRICS_FILE, start_step)
+        self.score = _drop_rows_after(folder / METRICS_FILE, start_step)
+        self._file = (folder / METRICS_FILE).open("a")
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=start_step + 1)
         self._board.add_text("configuration", f"```\n{json.dumps(dict(settings), indent=1)}\n```", start_step)
         if os.environ.get("WANDB_PROJECT"):
@@ -77,15 +82,21 @@ class TrainLog:
             self._wandb.finish(exit_code=0 if error is None else 1)
 
 
-def _reopen(path: Path, start_step: int) -> TextIO:
-    """Keep the rows of earlier steps; later ones belong to the part of a run that was lost."""
-    kept = []
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if line.strip()]
-        kept = [line for line in rows if line.endswith("}") and json.loads(line)["step"] <= start_step]
-    file = path.open("w")
-    file.writelines(f"{line}\n" for line in kept)
-    return file
+def _drop_rows_after(path: Path, step: int) -> float | None:
+    """Drop later rows, which belong to the part of a run that was lost; return the score of this step."""
+    score: float | None = None
+    if not path.exists():
+        return score
+    kept = path.with_name(f"{path.name}.kept")
+    with path.open() as old, kept.open("w") as new:
+        for line in old:
+            if not line.endswith("}\n") or (row := json.loads(line))["step"] > step:
+                continue
+            new.write(line)
+            if row["step"] == step:
+                score = row.get(SCORE, score)
+    kept.replace(path)
+    return score
 
 
 def _start_wandb(settings: Mapping[str, Any], folder: Path) -> Any:

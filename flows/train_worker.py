@@ -46,9 +46,9 @@ from dflash_core.training import (
 from flows.config import TrainConfig
 from flows.ranks import serve_rank
 from flows.train_data import StepPlace, TrainingData
-from flows.train_log import TrainLog
+from flows.train_log import SCORE, TrainLog
 from flows.train_meter import TrainMeter
-from storage.checkpoints import CheckpointDamaged, Checkpoints, Position
+from storage.checkpoints import BEST_KEY, Best, CheckpointDamaged, Checkpoints, Position
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
 from storage.objects import open_store
@@ -125,6 +125,7 @@ class TrainLoop:
         stop: StopRequest,
     ) -> None:
         self._config: TrainingConfig = job.config.training
+        self._output = job.config.output
         self._data, self._trainer, self._checkpoints, self._out = data, trainer, checkpoints, out
         self._watch, self._stop = watch, stop
         self._world = data.world
@@ -137,26 +138,35 @@ class TrainLoop:
         self._said_fast = self._validated = False
         self._stopping = False
         """Whether the ranks have agreed to stop: one was asked to."""
-        self._began_at = self._read_at = trainer.optimizer_step
+        self._began_at = self._read_at = self._saved_at = trainer.optimizer_step
+        self._scored: Best | None = None
+        """The last checkpoint's score, of which the store has not been told."""
+        if out.score is not None:
+            self._scored = Best(optimizer_step=trainer.optimizer_step, score=out.score)
         self._places: dict[int, StepPlace] = {}
         self._compiled = self._config.compiles_on(self._world.device.type)
 
     def run(self, place: StepPlace) -> bool:
         """Take all steps that are left; False when a rank was asked to stop before the end."""
+        finished = self._take_steps(place)
+        self._settle()
+        self._mark_best()
+        return finished
+
+    def _take_steps(self, place: StepPlace) -> bool:
         trainer, local_step = self._trainer, 0
         for here, rows in self._data.steps(place, self._total - trainer.optimizer_step):
             self._places[trainer.optimizer_step] = here
             self._step(rows, local_step)
             local_step += 1
             place = self._data.after(here)
+            if not self._stopping:
+                self._between_steps(place)
             if self._stopping:
-                self._read_metrics(place)
-                self._save(place, score=None)
+                self._stop_here(place)
                 return False
-            self._between_steps(place)
         if local_step == 0:
-            return True
-        self._settle()
+            return self._validate_at_the_end()
         return True
 
     def _step(self, rows: Iterator[TrainingRow], local_step: int) -> None:
@@ -198,9 +208,26 @@ class TrainLoop:
         if last or step % config.log_every == 0:
             self._read_metrics(place)
         validate = (last or step % config.validate_every == 0) and len(self._data.validation_samples) > 0
-        score = self._validate() if validate else None
         if last or validate or step % config.checkpoint_every == 0:
-            self._save(place, score)
+            self._save(place)
+        if validate and not self._stopping:
+            self._validate()
+
+    def _stop_here(self, place: StepPlace) -> None:
+        """Lose nothing of what the steps so far have to say and have learnt."""
+        if self._read_at < self._trainer.optimizer_step:
+            self._read_metrics(place)
+        if self._saved_at < self._trainer.optimizer_step:
+            self._save(place)
+
+    def _validate_at_the_end(self) -> bool:
+        """Make up for the validation of a last step whose run did not come to it; False when it is cut short
+        too.
+        """
+        unknown = self._on_any_rank(self._world.is_first and self._scored is None)
+        if unknown and len(self._data.validation_samples) > 0:
+            self._validate()
+        return not self._stopping
 
     def _look_at_path(self) -> None:
         """Name at once, in log and metrics, what takes a compiled run off the fast path; say once that it is
@@ -267,23 +294,52 @@ class TrainLoop:
         }
         self._out.metrics(self._trainer.optimizer_step, values)
 
-    def _validate(self) -> float:
-        summary = self._trainer.validate(self._data.validation_rows())
+    def _validate(self) -> None:
+        """Score the last checkpoint, which holds the weights as they are; a request to stop cuts it short."""
+        summary = self._trainer.validate(self._validation_rows())
         self._clock.forget()
         if not self._validated:  # its reader has buffers of its own, which the device keeps
             self._validated = True
             self._fast_path.expect_other_memory()
+        if self._stopping:
+            return
         values = {f"validation/{name}": value for name, value in summary.as_dict().items()}
         self._out.metrics(self._trainer.optimizer_step, values)
-        return summary.acceptance_length
+        if self._world.is_first and summary.blocks > 0:
+            self._scored = Best(optimizer_step=self._trainer.optimizer_step, score=values[SCORE])
 
-    def _save(self, place: StepPlace, score: float | None) -> None:
+    def _validation_rows(self) -> Iterator[TrainingRow]:
+        """This rank's rows, as long as no rank is asked to stop: all ranks end with the same one."""
+        for done, row in enumerate(self._data.validation_rows(), start=1):
+            yield row
+            self._out.event("progress", what="validation", done=done)
+            self._stopping = self._on_any_rank(self._stop.asked)
+            if self._stopping:
+                return
+
+    def _on_any_rank(self, here: bool) -> bool:
+        """Whether it is so on any rank. Waits for the device; every rank must call it."""
+        return bool(self._world.sum(torch.tensor(int(here), device=self._world.device)))
+
+    def _mark_best(self) -> None:
+        """Tell the store when the last checkpoint is the best one so far; waits until that is written."""
+        if self._scored is None:
+            return
+        self._checkpoints.wait()
+        best = self._checkpoints.best()
+        if best is None or self._scored.score > best.score:
+            record = self._scored.model_dump_json().encode()
+            open_store(self._output).put_bytes(BEST_KEY, record, overwrite=True)
+        self._scored = None
+
+    def _save(self, place: StepPlace) -> None:
         """Write a checkpoint in the background, unless the run has met a number that is not finite."""
         self._settle()
         self._clock.forget()
+        self._saved_at = step = self._trainer.optimizer_step
         if not self._world.is_first:
             return
-        step = self._trainer.optimizer_step
+        self._mark_best()
         position = Position(optimizer_step=step, epoch=place.epoch, step_in_epoch=place.step_in_epoch)
         tensors = self._trainer.state() | {"rng/cpu": torch.get_rng_state()}
         notes: dict[str, Any] = {
@@ -291,8 +347,8 @@ class TrainLoop:
             "versions": software_versions(),
             "compile_cache": cache_in_use(),
         }
-        self._trainer.hold(self._checkpoints.save(position, tensors, notes, score=score))
-        self._out.event("checkpoint", step=step, score=score)
+        self._trainer.hold(self._checkpoints.save(position, tensors, notes))
+        self._out.event("checkpoint", step=step)
 
 
 class StopRequest:

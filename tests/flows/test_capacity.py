@@ -49,6 +49,17 @@ def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) ->
     alone = capacity(extract, train_config(gpus=["2"]), 1e6, rates)
     assert found.training_tokens_per_s == pytest.approx(3 * alone.training_tokens_per_s)
     assert found.training_hours == pytest.approx(3 * 1e6 / found.training_tokens_per_s / 3600)
+    row_seconds = 3 * train.training.row_tokens / found.training_tokens_per_s
+    every = train.training.model_copy(update={"validate_every": 7, "validation_rows": 5, "max_steps": 70})
+    bounded = capacity(extract, train.model_copy(update={"training": every}), 1e6, rates)
+    hours = 10 * 5 * row_seconds / 3 / 3600
+    assert hours / 3 < bounded.validation_hours < hours / 2
+    whole = train.training.model_copy(update={"validation_rows": None})
+    unbounded = capacity(extract, train.model_copy(update={"training": whole}), 1e6, rates)
+    rows = 1e6 / 512
+    assert unbounded.validation_hours / bounded.validation_hours == pytest.approx(
+        (3 * rows / 500 * 0.02 * rows) / (10 * 5)
+    )
     slow = capacity(extract, train, 1e6, rates.model_copy(update={"network_gbit": 1e-6}))
     assert all("limited by the network" in sentence for sentence in slow.bottlenecks)
 

@@ -179,13 +179,84 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert losses == [(row["step"], row["loss"]) for row in metrics(whole) if "loss" in row]
 
 
+def test_a_checkpoint_is_safe_before_its_validation_which_is_not_silent(
+    dataset: Dataset, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here(make_job(dataset, target, tmp_path, max_steps=6, checkpoint_every=99, validation_rows=3))
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kinds = [m["kind"] for m in said if m["kind"] != "metrics" or "validation/loss" in m]
+    assert kinds[1:] == ["checkpoint", "progress", "progress", "progress", "metrics", "exported", "finished"]
+
+
+def test_a_request_to_stop_cuts_a_validation_short_on_all_ranks(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, validation_fraction=0.9, validate_every=2, checkpoint_every=99)
+    heard: list[dict[str, Any]] = []
+
+    def on_message(message: dict[str, Any]) -> None:
+        heard.append(message)
+        if message["kind"] == "progress" and message["done"] == 1:
+            os.kill(next(m["pid"] for m in heard if m["kind"] == "started"), signal.SIGTERM)
+
+    run_ranks(
+        "flows.train_worker",
+        [write_job(job)],
+        ranks=2,
+        environment={"OMP_NUM_THREADS": "1"},
+        on_message=on_message,
+    )
+    finished = next(m for m in heard if m["kind"] == "finished")
+    assert finished["stopped"] and finished["optimizer_step"] == 2
+    assert not [row for row in metrics(job) if "validation/loss" in row]
+    assert Checkpoints(open_store(job.config.output), {}, keep=9).steps() == [2]
+
+
+def begun(whole: TrainJob, job: TrainJob, step: int) -> Path:
+    """Put one checkpoint of a whole run where another is to continue; return that one's folder."""
+    store, source = open_store(job.config.output), open_store(whole.config.output)
+    for info in list(source.list(f"checkpoints/step-{step:08d}")):
+        store.put_bytes(info.key, source.get(info.key))
+    return Path(job.config.output)
+
+
+def test_a_score_that_the_store_was_not_told_counts_after_a_resume(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path)
+    row = {"step": 6, "validation/acceptance_length": 3.9}
+    (begun(whole, job, 6) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    run_here(job)
+    best = Checkpoints(open_store(job.config.output), {}, keep=9).best()
+    assert best is not None and (best.optimizer_step, best.score) == (6, 3.9)
+
+
+def test_a_last_step_that_was_not_validated_is(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path)
+    begun(whole, job, 12)
+    run_here(job)
+    assert metrics(job) == [row for row in metrics(whole) if row["step"] == 12 and "validation/loss" in row]
+    best = Checkpoints(open_store(job.config.output), {}, keep=9).best()
+    assert best is not None and best.optimizer_step == 12
+
+
+def test_validation_rows_are_bounded_and_as_many_on_each_rank(dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path("nowhere"), validation_fraction=0.9, validation_rows=4)
+    shares = []
+    for rank in range(3):
+        world = World(rank=rank, size=3, device=torch.device("cpu"))
+        shares.append(list(TrainingData(dataset, job.drafter, job.config.training, world).validation_rows()))
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert sum(row.batch.num_tokens > 0 for share in shares for row in share) == 4
+
+
 def test_two_ranks_continue_what_one_began(
     whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
 ) -> None:
     job = make_job(dataset, target, tmp_path / "ranks")
-    store, source = open_store(job.config.output), open_store(whole.config.output)
-    for info in list(source.list("checkpoints/step-00000006")):
-        store.put_bytes(info.key, source.get(info.key))
+    begun(whole, job, 6)
     heard: list[dict[str, Any]] = []
     run_ranks(
         "flows.train_worker",
@@ -246,7 +317,8 @@ def test_another_configuration_is_refused(whole: TrainJob, dataset: Dataset, tar
     job = make_job(dataset, target, Path(whole.config.output), seed=1)
     with pytest.raises(UserError, match=r"training.seed: 0 -> 1"):
         run_here(job)
-    run_here(make_job(dataset, target, Path(whole.config.output), log_every=3))
+    free = {"log_every": 3, "validate_every": 5, "validation_rows": 1}
+    run_here(make_job(dataset, target, Path(whole.config.output), **free))
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
