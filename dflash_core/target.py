@@ -115,12 +115,16 @@ class Target:
         The tensors are views into the batch's outputs on the target's device. Raise TargetOutOfMemory.
         """
         columns = self.capture_spec.columns
-        return [
-            CapturedSample(
-                sample=sample, states={name: taps[name].to(self.device, torch.bfloat16) for name in columns}
-            )
-            for sample, taps in zip(batch, self.capture_exact(batch), strict=True)
-        ]
+        try:
+            return [
+                CapturedSample(
+                    sample=sample,
+                    states={name: taps[name].to(self.device, torch.bfloat16) for name in columns},
+                )
+                for sample, taps in zip(batch, self.capture_exact(batch), strict=True)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise TargetOutOfMemory(f"no room for the states of {len(batch)} samples: {error}") from None
 
     def capture_exact(self, batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
         """Like `capture`, in the target's own arithmetic (float32 stays float32): for the parity gate."""

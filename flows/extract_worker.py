@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from dflash_core.compile_watch import CompileReport, Watch, cache_in_use
 from dflash_core.configuration import UserError
@@ -33,6 +36,10 @@ from storage.shard_format import ShardRecord
 from storage.writer import ShardWriter, WriterConfig
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
+
+BROKEN_DEVICE = ("CUDA error", "CUDA driver error", "cuDNN error", "Triton Error")
+"""What the errors say after which nothing works on the GPU in this process."""
 
 
 class ShardCapturer:
@@ -53,6 +60,8 @@ class ShardCapturer:
         if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
             config = config.model_copy(update={"device_map": "auto"})
         self.target: Target = load_target(config, own_device())
+        self.token_budget = config.batch_tokens
+        """Tokens of a batch; halved for good where memory runs out."""
         for sentence in self.target.report:
             log.warning("%s", sentence)
         self.codec = parse_codec(self.dataset.spec.codec)
@@ -79,7 +88,7 @@ class ShardCapturer:
 
     def run(self, job: Job) -> Result | Callable[[], Result]:
         """Do one job."""
-        with _device_errors():
+        with device_errors():
             if job["task"] == "scales":
                 return self._publish_scales()
             return self._capture_shard(job["shard"], replace=job["replace"])
@@ -90,14 +99,18 @@ class ShardCapturer:
             return {"published": False}
         with self.channel.waiting("calibration samples"):
             samples = self.dataset.calibration_samples()
-        calibration = Calibration()
-        for _, states in self._captures(samples, "calibration"):
-            for captured in states:
-                calibration.add(captured.states)
+        calibration = self._with_room(samples, "calibration", lambda: self._calibrate(samples))
         with self.channel.waiting("scales"):
             self.dataset.publish_scales(calibration.scales())
         log.info("channel scales of codec %s are published", self.codec.name)
         return {"published": True}
+
+    def _calibrate(self, samples: Sequence[Sample]) -> Calibration:
+        calibration = Calibration()
+        for states in self._captures(samples, "calibration"):
+            for captured in states:
+                calibration.add(captured.states)
+        return calibration
 
     def _capture_shard(self, shard: int, *, replace: bool) -> Callable[[], Result]:
         """Have all samples of a shard captured and encoded; return what waits for that, uploads and commits.
@@ -105,23 +118,19 @@ class ShardCapturer:
         A GPU may still be at work on the last samples then: the next shard's follow without a gap.
         """
         began = time.monotonic()
+        what = f"shard {shard}"
+        with self.channel.waiting(what):
+            samples = self.dataset.samples(shard)
         try:
-            with self.channel.waiting(f"samples of shard {shard}"):
-                samples = self.dataset.samples(shard)
-                writer = ShardWriter(self.dataset, shard, self.scratch, self.writer_config, replace=replace)
+            writer = self._with_room(samples, what, lambda: self._fill(shard, samples, what, replace=replace))
         except ShardAlreadyCommitted:
             return lambda: self._result(self.dataset.record(shard), 0.0, found=True)
-        try:
-            budget = self._capture_into(writer, samples, shard)
-        except BaseException:
-            writer.abort()
-            raise
-        seconds = time.monotonic() - began
+        seconds, budget = time.monotonic() - began, self.token_budget
         self._tell_compiled()
 
         def finish() -> Result:
             try:
-                with _device_errors(), writer:
+                with device_errors(), writer:
                     record, found = writer.close(), False
             except ShardAlreadyCommitted:
                 record, found = self.dataset.record(shard), True
@@ -138,40 +147,60 @@ class ShardCapturer:
             self.compiled = report
             self.channel.say(**report.model_dump(mode="json"))
 
-    def _capture_into(self, writer: ShardWriter, samples: Sequence[Sample], shard: int) -> int:
-        """Capture in batches, write in the order of the plan; return the token budget."""
+    def _fill(self, shard: int, samples: Sequence[Sample], what: str, *, replace: bool) -> ShardWriter:
+        """Open a shard, capture its samples in batches and add them in the order of the plan."""
+        with self.channel.waiting(what):
+            writer = ShardWriter(self.dataset, shard, self.scratch, self.writer_config, replace=replace)
         captured: dict[str, CapturedSample] = {}
-        position = budget = 0
-        for used, states in self._captures(samples, f"shard {shard}"):
-            budget = used
-            captured.update((item.sample.sample_id, item) for item in states)
-            del states
-            while position < len(samples) and samples[position].sample_id in captured:
-                writer.add(captured.pop(samples[position].sample_id))
-                position += 1
-        return budget
-
-    def _captures(self, samples: Sequence[Sample], what: str) -> Iterator[tuple[int, list[CapturedSample]]]:
-        """Yield (token budget, captured batch); where memory runs out the budget is halved for the rest."""
-        budget = self.target.config.batch_tokens
-        total, tokens = sum(sample.num_tokens for sample in samples), 0
-
-        def smaller(fewer: int) -> None:
-            nonlocal budget
-            log.warning("%s: out of memory with %d tokens a batch; going on with %d", what, budget, fewer)
-            budget = fewer
-
+        position = 0
         try:
-            for states in captures(self.target, samples, on_smaller=smaller):
+            for states in self._captures(samples, what):
+                captured.update((item.sample.sample_id, item) for item in states)
+                del states
+                while position < len(samples) and samples[position].sample_id in captured:
+                    writer.add(captured.pop(samples[position].sample_id))
+                    position += 1
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def _captures(self, samples: Sequence[Sample], what: str) -> Iterator[list[CapturedSample]]:
+        """Yield captured batches; where a forward has no room the token budget is halved."""
+        total, tokens = sum(sample.num_tokens for sample in samples), 0
+        try:
+            for states in captures(
+                self.target, samples, self.token_budget, lambda fewer: self._lower_budget(fewer, what)
+            ):
                 tokens += sum(item.sample.num_tokens for item in states)
-                yield budget, states
+                yield states
                 del states  # let go of the batch's outputs before the next forward
                 self.channel.say("progress", what=what, done=tokens, of=total)
         except TargetOutOfMemory as error:
-            raise UserError(
-                f"out of memory on one sample: {error}; lower chat.max_length, or give each worker more GPUs "
-                "(workers.slots)"
-            ) from error
+            raise _one_sample_too_large(error) from error
+
+    def _with_room(self, samples: Sequence[Sample], what: str, make: Callable[[], Made]) -> Made:
+        """Return what `make` makes of captured samples; where it has no room beside the forwards (to encode,
+        say), it begins anew with half the token budget.
+        """
+        while True:
+            try:
+                return make()
+            except torch.OutOfMemoryError as error:
+                if self.token_budget <= max(sample.num_tokens for sample in samples):
+                    raise _one_sample_too_large(error) from error
+            # Here, where the error and the tensors that its traceback holds are gone.
+            if self.target.device.type == "cuda":
+                torch.cuda.synchronize(self.target.device)
+                torch.cuda.empty_cache()
+            self._lower_budget(self.token_budget // 2, what)
+
+    def _lower_budget(self, fewer: int, what: str) -> None:
+        log.warning(
+            "%s: out of memory with %d tokens a batch; this worker goes on with %d",
+            *(what, self.token_budget, fewer),
+        )
+        self.token_budget = fewer
 
     def _result(self, record: ShardRecord, seconds: float, *, found: bool) -> Result:
         width = self.dataset.spec.target.hidden_size
@@ -188,13 +217,20 @@ class ShardCapturer:
         }
 
 
+def _one_sample_too_large(error: Exception) -> UserError:
+    return UserError(
+        f"out of memory on one sample: {error}; lower chat.max_length, or give each worker more GPUs "
+        "(workers.slots)"
+    )
+
+
 @contextmanager
-def _device_errors() -> Iterator[None]:
-    """Raise Unusable for errors after which nothing works on the GPU in this process."""
+def device_errors() -> Iterator[None]:
+    """Raise Unusable for the errors of a broken device."""
     try:
         yield
     except RuntimeError as error:
-        if "CUDA error" in str(error) or "cuDNN error" in str(error):
+        if any(words in str(error) for words in BROKEN_DEVICE):
             raise Unusable(str(error)) from error
         raise
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_core.capture import forward_padded
 from dflash_core.configuration import UserError
@@ -348,6 +349,18 @@ def test_a_smaller_budget_follows_when_memory_runs_out(folders: dict[str, Path])
     assert told and told == sorted(told, reverse=True) and told[-1] <= 96
     with pytest.raises(TargetOutOfMemory, match="no room"):
         list(captures(target, random_samples([65]), 200))
+
+
+def test_no_room_beside_the_forward_is_out_of_memory_too(folders: dict[str, Path]) -> None:
+    class NoRoomForCopies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return func(*args, **(kwargs or {}))
+
+    target = load(folders["qwen3"])
+    with NoRoomForCopies(), pytest.raises(TargetOutOfMemory, match="no room for the states of 2 samples"):
+        target.capture(random_samples([5, 9]))
 
 
 def test_unknown_models_fall_back_to_padded_rows(folders: dict[str, Path]) -> None:

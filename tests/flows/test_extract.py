@@ -8,22 +8,28 @@ import logging
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import UserError
 from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
+from flows.channel import Unusable
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
 from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards, write_responses
+from flows.extract_worker import ShardCapturer, device_errors
 from flows.launch import WorkerDied
+from storage.codec import Calibration
 from storage.dataset import Dataset, DatasetError, open_dataset
+from storage.writer import ShardWriter
 from tests.flows.conftest import errors_logged
 from tests.flows.plain_extraction import run_extraction
 
@@ -80,22 +86,26 @@ def test_shards_survive_a_killed_worker_and_are_written_once(extract_config: Mak
         wanted_shards(again, [99])
 
 
-def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig) -> None:
-    from flows.extract_worker import ShardCapturer
+class Ear:
+    """Takes what a worker says to its parent."""
 
-    class Ear:
-        """Takes what a worker says to its parent."""
+    def say(self, kind: str, **fields: Any) -> None:
+        assert kind == "progress"
 
-        def say(self, kind: str, **fields: Any) -> None:
-            assert kind == "progress"
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-        def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()
 
-    dataset = plan_dataset(extract_config(codec="lossless"))
-    target = extract_config().target.model_dump(mode="json")
+def capturer_of(config: ExtractConfig) -> tuple[ShardCapturer, Dataset]:
+    """A worker's innards in this process."""
+    dataset = plan_dataset(config)
+    target = config.target.model_dump(mode="json")
     setup = {"dataset": dataset.uri, "target": target, "writer": {}, "scratch": None, "parity_samples": 2}
-    capturer = ShardCapturer(Ear(), setup)  # type: ignore[arg-type]
+    return ShardCapturer(Ear(), setup), dataset  # type: ignore[arg-type]
+
+
+def test_out_of_memory_halves_the_batches_of_a_worker(extract_config: MakeConfig) -> None:
+    capturer, dataset = capturer_of(extract_config(codec="lossless"))
     enough = capturer._capture_shard(0, replace=False)()
     real, sizes = Target.capture, []
 
@@ -109,12 +119,63 @@ def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig)
     little = capturer._capture_shard(0, replace=True)()
     assert max(sizes) > 300 and little["token_budget"] <= 300 < enough["token_budget"]
     assert little["tokens"] == enough["tokens"] and little["samples"] == enough["samples"]
+    sizes.clear()
+    capturer._capture_shard(1, replace=False)()
+    assert max(sizes) <= 300, "the next shard begins with what there was room for"
     capturer.target.capture = (  # type: ignore[method-assign]
         lambda batch: small_device(capturer.target, batch * 9)
     )
     with pytest.raises(UserError, match="out of memory on one sample"):
         capturer._capture_shard(0, replace=True)()
-    assert dataset.missing() == list(range(1, len(dataset.plan.shards)))
+    assert dataset.missing() == list(range(2, len(dataset.plan.shards)))
+
+
+@pytest.mark.parametrize("what", ["scales", "shard"])
+def test_no_room_to_encode_halves_them_too(
+    extract_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    capturer, dataset = capturer_of(extract_config(codec="tolerance=0.1" if what == "scales" else "lossless"))
+    place = (Calibration if what == "scales" else ShardWriter), "add"
+    real, added = getattr(*place), Counter[int]()
+
+    def small_device(self: Any, captured: Any) -> None:
+        added[capturer.token_budget] += 1
+        if capturer.token_budget > 300 and added[capturer.token_budget] == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(self, captured)
+
+    monkeypatch.setattr(*place, small_device)
+    result = capturer.run({"task": what, "shard": 0, "replace": False})
+    if callable(result):
+        result = result()
+        assert result["token_budget"] == 256 and result["tokens"] == dataset.plan.shards[0].tokens
+        assert dataset.committed(0)
+    else:
+        assert dataset.scales() is not None
+    assert added[512] == 3 and added[256] >= len(dataset.samples(0))
+
+    def no_device(self: Any, captured: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ShardWriter, "add", no_device)
+    with pytest.raises(UserError, match="out of memory on one sample"):
+        capturer.run({"task": "shard", "shard": 1, "replace": False})
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        ("CUDA error: an illegal memory access was encountered", Unusable),
+        ("CUDA driver error: unspecified launch failure", Unusable),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", Unusable),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", Unusable),
+        ("shapes do not fit", RuntimeError),
+    ],
+)
+def test_a_broken_device_is_told_from_other_errors(error: str, raised: type[Exception]) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(error)) as caught, device_errors():
+        raise RuntimeError(error)
+    assert caught.type is raised
 
 
 def test_loading_the_target_that_answers_is_no_silence(
