@@ -26,6 +26,8 @@ from dflash_core.configuration import UserError
 from flows.launch import OnMessage, ignore, python_module, visible_gpus
 
 TAIL_LINES = 80
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds between SIGTERM and SIGKILL; `wait_for_ranks` makes it count with every torch."""
 START_S = 120.0
 """Silence that is forgiven at least until the first line: a busy machine imports torch slowly."""
 
@@ -57,7 +59,7 @@ def run_ranks(
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
     env = {**os.environ, **rank_environment(gpus, ranks), **(environment or {}), "PYTHONUNBUFFERED": "1"}
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(shutdown_s)
+    env[SHUTDOWN_VARIABLE] = str(shutdown_s)
     command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
     command += [*(["--virtual-local-rank"] if gpus else []), "-m", module, *arguments]
     process = subprocess.Popen(
@@ -204,6 +206,18 @@ def _end_with(line: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def wait_for_ranks(seconds: int) -> None:
+    """Let torchrun's ranks have so long after SIGTERM before they are killed, in place of its own 30 s.
+
+    torch 2.11 does not know the variable, and later versions forget it where a rank has failed: they all go
+    by the default of this method.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    assert PContext.close.__defaults__ is not None
+    PContext.close.__defaults__ = (*PContext.close.__defaults__[:-1], seconds)  # "timeout" is the last one
+
+
 def main() -> None:
     """Be torchrun, tied to the parent's end of stdin."""
     # The ranks must not inherit the line to the parent.
@@ -213,6 +227,8 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(line,), name="line to parent", daemon=True).start()
     from torch.distributed.run import main as torchrun
 
+    if SHUTDOWN_VARIABLE in os.environ:
+        wait_for_ranks(int(os.environ[SHUTDOWN_VARIABLE]))
     torchrun(sys.argv[1:])
 
 

@@ -52,6 +52,18 @@ def test_silent_ranks_are_ended() -> None:
     wait_until_gone(hellos(heard)[0]["pid"])
 
 
+def test_a_rank_that_does_not_end_has_as_long_as_was_said() -> None:
+    failed = 0.0
+
+    def on_message(message: dict[str, Any]) -> None:
+        nonlocal failed
+        failed = failed or (time.monotonic() if message["kind"] == "error" else 0.0)
+
+    with pytest.raises(RanksFailed, match="does not hear"):
+        run_ranks(TOY, ["stubborn"], ranks=2, shutdown_s=4, on_message=on_message)
+    assert 4 <= time.monotonic() - failed < 20  # torchrun's own patience is 30 s
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
     script = f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -12,6 +13,8 @@ from flows.ranks import say, serve_rank
 
 def main() -> None:
     rank, fault = int(os.environ["RANK"]), sys.argv[1]
+    if fault == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say(
         "hello",
         rank=rank,
@@ -23,6 +26,9 @@ def main() -> None:
         raise UserError("mend this")
     if rank == 1 and fault == "error":
         raise RuntimeError("it broke")
+    if rank == 1 and fault == "stubborn":
+        time.sleep(2)  # rank 0 has its handler by now
+        raise RuntimeError("the other one does not hear")
     if rank == 1 and fault == "kill":
         os.kill(os.getpid(), 9)
     if fault != "fine":
