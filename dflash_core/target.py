@@ -70,7 +70,7 @@ class TargetConfig(Config):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""
     device_map: str | dict[str, int] | None = None
-    """transformers' device_map for a target that fits no single GPU ("auto")."""
+    """transformers' device_map for a target that fits no single GPU ("auto"); each worker needs several."""
     batching: Literal["auto", "packed", "padded"] = "auto"
     """How documents share a forward: one behind the other without padding (the fast way, for the model
     types in packed_body.py), or as padded rows through transformers' own forward. "auto": packed on a GPU

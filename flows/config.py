@@ -30,7 +30,7 @@ class WorkersConfig(Config):
 
     slots: tuple[Device, ...] = ()
     """One worker each: GPU numbers ("0"), groups for a target that is spread over several ("0,1"), or "cpu".
-    Empty: one for each visible GPU, or one on the CPU."""
+    Empty: one for each visible GPU (one for all of them with `target.device_map`), or one on the CPU."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """How often a shard is tried before it is set aside."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -61,7 +61,7 @@ def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
     """Have the target answer the chats, in a process of its own on the first slot; resumes by itself."""
     job = {"task": "respond", "config": respond_config(config).model_dump(mode="json")}
     workers = config.workers
-    slots = worker_slots(workers.slots)[:1]
+    slots = capture_slots(config)[:1]
     pool = WorkerPool(
         slots,
         python_module("flows.step_worker"),
@@ -95,6 +95,24 @@ def worker_slots(configured: Sequence[str]) -> tuple[str, ...]:
     return tuple(configured)
 
 
+def capture_slots(config: ExtractConfig) -> tuple[str, ...]:
+    """Return the slots of an extraction; a target with a device_map has all GPUs where none are named.
+
+    Raises UserError as `worker_slots`, and for a device_map on a slot of one GPU.
+    """
+    slots = worker_slots(config.workers.slots)
+    if config.target.device_map is None:
+        return slots
+    if not config.workers.slots:
+        slots = (",".join(slots),)
+    if alone := [slot for slot in slots if slot != "cpu" and "," not in slot]:
+        raise UserError(
+            f"target.device_map spreads a target over several GPUs, but workers.slots {list(alone)} have one "
+            'each: drop device_map, or name groups of GPUs such as "0,1"'
+        )
+    return slots
+
+
 class CaptureWorkers(WorkerPool):
     """The workers that capture a data set, and what they start from."""
 
@@ -111,7 +129,7 @@ class CaptureWorkers(WorkerPool):
 def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[CaptureWorkers]:
     """Give the pool of workers that capture this data set, none started yet; their GPUs are held."""
     workers = config.workers
-    slots = worker_slots(workers.slots)
+    slots = capture_slots(config)
     setup = {
         "target": config.target.model_dump(mode="json"),
         "dataset": dataset.uri,

@@ -24,7 +24,14 @@ from dflash_core.target import Target, TargetOutOfMemory
 from flows.channel import Unusable
 from flows.config import ExtractConfig, dump_config
 from flows.extract_plan import plan_dataset
-from flows.extract_steps import ShardRunner, finish_dataset, open_pool, wanted_shards, write_responses
+from flows.extract_steps import (
+    ShardRunner,
+    capture_slots,
+    finish_dataset,
+    open_pool,
+    wanted_shards,
+    write_responses,
+)
 from flows.extract_worker import ShardCapturer, device_errors
 from flows.launch import WorkerDied
 from storage.codec import Calibration
@@ -176,6 +183,26 @@ def test_a_broken_device_is_told_from_other_errors(error: str, raised: type[Exce
     with pytest.raises(RuntimeError, match=re.escape(error)) as caught, device_errors():
         raise RuntimeError(error)
     assert caught.type is raised
+
+
+def test_a_target_that_is_spread_has_all_gpus_of_its_worker(
+    extract_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slots(*named: str, device_map: Any = "auto") -> tuple[str, ...]:
+        target = {**extract_config().target.model_dump(), "device_map": device_map}
+        return capture_slots(extract_config(target=target, workers={"slots": named}))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert slots(device_map=None) == ("0", "1", "2", "3")
+    assert slots() == ("0,1,2,3",)
+    assert slots("0,1", "2,3") == ("0,1", "2,3") and slots("cpu") == ("cpu",)
+    with pytest.raises(UserError, match=r"workers.slots \['2', '3'\] have one each"):
+        slots("0,1", "2", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="drop device_map"):
+        slots()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert slots() == ("cpu",)
 
 
 def test_loading_the_target_that_answers_is_no_silence(
