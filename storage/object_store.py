@@ -36,7 +36,7 @@ class StoreConfig(Config):
     """Size of one part of a multipart upload, and of one request of a parallel read."""
     threads: int = 4
     """Parts of one object in flight at a time."""
-    patience: float = 120.0
+    patience: float = 300.0
     """Seconds that a request is begun again while server or network fail it (5xx, SlowDown, cut) and nothing
     arrives."""
     connect_timeout: float = 10.0

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -125,6 +125,25 @@ class ShardRecord(Config):
     scales_sha256: str | None
     """Digest of scales.safetensors as encoded with; None for a codec without scales."""
     versions: dict[str, str]
+
+
+class RowGroups(Protocol):
+    """Row groups by number."""
+
+    def __getitem__(self, number: int, /) -> RowGroupRecord: ...
+
+
+class ShardLayout(Protocol):
+    """What is needed of a commit record to read from its shard."""
+
+    @property
+    def shard(self) -> int: ...
+    @property
+    def object(self) -> str: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def row_groups(self) -> RowGroups: ...
 
 
 class RowHead(NamedTuple):
@@ -275,7 +294,7 @@ def digest(data: memoryview | bytes) -> str:
 
 
 def check_chunk(
-    record: ShardRecord, row_group: int, chunk: int, data: memoryview | bytes, dataset_uri: str
+    record: ShardLayout, row_group: int, chunk: int, data: memoryview | bytes, dataset_uri: str
 ) -> None:
     """Compare the bytes of `RowGroupRecord.chunks[chunk]` with their digest. Raises ShardCorrupt."""
     group = record.row_groups[row_group]
@@ -284,7 +303,7 @@ def check_chunk(
 
 
 def open_cells(
-    record: ShardRecord, row_group: int, chunk: int, data: memoryview | bytes, dataset_uri: str
+    record: ShardLayout, row_group: int, chunk: int, data: memoryview | bytes, dataset_uri: str
 ) -> list[Cell]:
     """Read the cells of a data column and compare them with their imprint: views, no copies.
 
@@ -298,7 +317,7 @@ def open_cells(
     raise _not_committed(record, row_group, chunk, dataset_uri)
 
 
-def _not_committed(record: ShardRecord, row_group: int, chunk: int, dataset_uri: str) -> ShardCorrupt:
+def _not_committed(record: ShardLayout, row_group: int, chunk: int, dataset_uri: str) -> ShardCorrupt:
     group = record.row_groups[row_group]
     column = "ids and tokens" if chunk == 0 else record.columns[chunk - 1]
     rows = f"rows {group.first_row} to {group.first_row + group.rows - 1}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from hashlib import sha256
@@ -12,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.shards_cli import app
-from storage.dataset import Dataset, ShardRecord, total_error
+from storage.dataset import Dataset, ShardCorrupt, ShardRecord, total_error
 from storage.dataset_spec import shard_key
+from storage.fetch import CompactRecord, GroupFetcher, GroupKey
 from storage.shard_format import RowGroupRecord
 from tests.storage.made import WIDTH, made_dataset, made_samples, made_spec
 
@@ -82,6 +85,41 @@ def peak_of(work: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
+def size_of(make: Callable[[], Any]) -> int:
+    """Bytes of what `make` returns."""
+    tracemalloc.start()
+    try:
+        made = make()
+        gc.collect()
+        size = tracemalloc.get_traced_memory()[0]
+        del made
+        return size
+    finally:
+        tracemalloc.stop()
+
+
+def random_digest() -> str:
+    return os.urandom(16).hex()
+
+
+HOLLOW = {
+    "fingerprint": "f",
+    "shard": 3,
+    "object": "shards/00003-0123456789abcdef.parquet",
+    "size": 6 << 30,
+    "sha256": "s",
+    "samples": 4000,
+    "rows": 4000,
+    "tokens": 65_500,
+    "supervised": 30_000,
+    "relative_error": {},
+    "error_sums": {},
+    "column_bytes": {},
+    "scales_sha256": None,
+    "versions": {},
+}
+
+
 def call(*arguments: str) -> Any:
     return json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
 
@@ -96,6 +134,64 @@ def test_memory_is_that_of_a_few_records(question: str, dataset: Dataset) -> Non
     }
     questions[question]()  # what is imported and kept the first time
     assert peak_of(questions[question]) < peak_of(dataset.records) / 2
+
+
+def test_fetching_keeps_little_of_each_record(dataset: Dataset) -> None:
+    """One row group of every shard is asked for; records stay for the row groups that may follow."""
+    records = size_of(dataset.records)
+    keys = [GroupKey(shard, 0) for shard in range(SHARDS)]
+    fetchers = []
+
+    def fetch() -> GroupFetcher:
+        fetcher = GroupFetcher(dataset, dataset.columns, iter(keys), threads=2, limit_bytes=1)
+        fetchers.append(fetcher)
+        for key in keys:
+            fetched = fetcher.take(must=True)
+            assert fetched is not None and isinstance(fetched.exception(), ShardCorrupt)  # a hollow object
+            fetcher.release(key)
+        return fetcher
+
+    fetch()  # what is imported and kept the first time
+    try:
+        assert size_of(fetch) < records / 3
+    finally:
+        for fetcher in fetchers:
+            fetcher.close()
+
+
+def test_a_compact_record_is_small_and_says_the_same() -> None:
+    """At real sizes: a hundred row groups of seven layers."""
+    columns = tuple(f"layer_{n:03d}" for n in range(7))
+    groups = [
+        {
+            "offset": n << 26,
+            "size": 60_000_000 + n,
+            "first_row": 40 * n,
+            "rows": 40,
+            "tokens": 655,
+            "chunks": [((n << 26) + (i << 23), 8_000_000 + i, random_digest()) for i in range(8)],
+            "imprints": [random_digest() for _ in columns],
+        }
+        for n in range(100)
+    ]
+    text = json.dumps({**HOLLOW, "columns": columns, "row_groups": groups})
+    record = ShardRecord.model_validate_json(text)
+    compact = CompactRecord(record, columns)
+    whole = size_of(lambda: ShardRecord.model_validate_json(text))
+    kept = size_of(lambda: CompactRecord(ShardRecord.model_validate_json(text), columns))
+    assert kept < 50_000 and kept < whole / 3
+    assert [compact.row_groups[n] for n in range(100)] == list(record.row_groups)
+    assert (compact.shard, compact.object, compact.columns) == (record.shard, record.object, record.columns)
+
+
+def test_a_record_of_uneven_row_groups_is_refused(dataset: Dataset) -> None:
+    groups = dataset.record(0).row_groups
+    for uneven in ({"imprints": groups[0].imprints[1:]}, {"imprints": ("no digest",) * 3}):
+        record = dataset.record(0).model_copy(
+            update={"row_groups": (groups[0].model_copy(update=uneven), *groups[1:])}
+        )
+        with pytest.raises(ValueError):
+            CompactRecord(record, dataset.columns)
 
 
 def test_the_seal_is_the_sum_of_all_records(dataset: Dataset) -> None:
