@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
+Point = tuple[float, float]
+MOST_POINTS = 2000
+"""Points of a curve that are drawn; a picture has fewer columns than that."""
 
 
 def plot_training(rows: Rows, path: Path, title: str = "") -> Path:
@@ -78,7 +81,7 @@ def plot_acceptance(families: Mapping[str, Mapping[str, Any]], path: Path, title
 def _curves(axes: Any, rows: Rows, wanted: Callable[[str], bool]) -> None:
     keys = dict.fromkeys(key for row in rows for key in row if wanted(key))
     for key in keys:
-        points = [(row["step"], row[key]) for row in rows if _finite(row.get(key))]
+        points = thinned([(row["step"], row[key]) for row in rows if _finite(row.get(key))])
         if not points:
             continue  # a list, such as the losses of all slots
         marker = "." if len(points) < 30 else None
@@ -86,6 +89,12 @@ def _curves(axes: Any, rows: Rows, wanted: Callable[[str], bool]) -> None:
     axes.grid(alpha=0.3)
     if keys:
         axes.legend(fontsize=8)
+
+
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Return every nth point, the last one among them, so that no more than MOST_POINTS are left."""
+    every = max(1, -(-len(points) // MOST_POINTS))
+    return points[::-every][::-1]
 
 
 def _finite(value: Any) -> bool:

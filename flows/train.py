@@ -26,6 +26,10 @@ from storage.dataset import Dataset
 
 PROGRESS_EVERY_S = 5.0
 CURVES_EVERY_S = 120.0
+CURVES_GROWTH = 0.02
+"""Share of a run's time that passes before its curves are drawn again, so some 300 times in a week: each
+drawing is a version of an artifact of its own.
+"""
 
 
 @task(name="check-data-set", cache_policy=NO_CACHE, persist_result=False)
@@ -41,7 +45,8 @@ def train_on_ranks(
     """Run the ranks to the end of training; their words and numbers go to the log of this task."""
     logger = get_run_logger()
     progress = shown(report.start_progress, "training-progress", "optimizer steps")
-    told, drawn = 0.0, time.monotonic()
+    began = drawn = time.monotonic()
+    told = 0.0
 
     def follow(message: Message) -> None:
         nonlocal told, drawn
@@ -52,7 +57,7 @@ def train_on_ranks(
             if progress is not None and (now - told > PROGRESS_EVERY_S or result.fraction == 1.0):
                 told = now
                 shown(report.update_progress, progress, result.fraction)
-            if now - drawn > CURVES_EVERY_S:
+            if now - drawn > curves_interval(now - began):
                 drawn = now
                 shown(report.publish_curves, train_steps.plot_curves(folder))
 
@@ -61,6 +66,11 @@ def train_on_ranks(
     finally:
         shown(report.publish_curves, train_steps.plot_curves(folder))
         shown(report.publish_cache, result.cache)
+
+
+def curves_interval(elapsed_s: float) -> float:
+    """Return how many seconds curves stand after which a run of this age draws them again."""
+    return max(CURVES_EVERY_S, CURVES_GROWTH * elapsed_s)
 
 
 @task(name="overfit-one-sample", cache_policy=NO_CACHE, persist_result=False)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_S = 120
 """How long ranks that are told to stop may take for their last checkpoint."""
+METRICS_KEPT_EVERY = 10
+"""Checkpoints between two uploads of the metrics, which are sent whole: 136 MB after a week."""
+ROWS_REMEMBERED = 1000
 DRAFTER_FOLDER = "drafter"
 """Folder of the exported drafter below the run's output."""
 
@@ -78,8 +83,10 @@ def _other_target(captured: TargetSpec, here: TargetSpec) -> list[str]:
 class TrainingLog:
     """What the ranks told of a run, and what was measured at its end."""
 
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    """One row for each optimizer step that was read, with its "step"; validation has keys of its own."""
+    metrics: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ROWS_REMEMBERED))
+    """The latest rows, one for each optimizer step that was read, with its "step"; validation has keys of its
+    own. All of them: `read_metrics`.
+    """
     stopped_at: int | None = None
     """Optimizer step at which the ranks ended early because somebody asked them to."""
     cache: dict[str, Any] | None = None
@@ -124,13 +131,14 @@ def train(
     }
     file = folder / "run.json"
     file.write_text(json.dumps(run))
+    checkpoints = itertools.count()
     with hold_devices(gpus), _compile_session(config, dataset, drafter, gpus, ranks) as session:
 
         def follow(message: Message) -> None:
             if session is not None:
                 session.on_message(message)
             result.on_message(message)
-            if message["kind"] == "checkpoint":
+            if message["kind"] == "checkpoint" and next(checkpoints) % METRICS_KEPT_EVERY == 0:
                 _keep_metrics(config, folder)
             on_message(message)
 
@@ -270,7 +278,10 @@ def plot_curves(folder: Path) -> list[Path]:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return all metrics of a run, those from before an interruption included."""
     path = folder / METRICS_FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return [json.loads(line) for line in file if line.endswith("}\n")]  # the last may be half written
 
 
 @contextmanager
@@ -304,14 +315,14 @@ def _local_folder(store: Store) -> Path | None:
 
 
 def _keep_metrics(config: TrainConfig, folder: Path) -> None:
-    """Put the metrics beside the checkpoints now: a run that is killed has no later chance."""
+    """Put the metrics beside the checkpoints now: a run that is killed may have no later chance."""
     store = open_store(config.output)
     if _local_folder(store) is not None:
         return
     try:
         store.put_file(METRICS_FILE, folder / METRICS_FILE, overwrite=True)
     except StoreError as error:
-        log.warning("%s; the metrics will be put there with the next checkpoint", error)
+        log.warning("%s; the metrics will be put there with a later checkpoint", error)
 
 
 def _upload(store: Store, folder: Path) -> None:

@@ -19,6 +19,7 @@ from dflash_core.configuration import UserError
 from dflash_core.export import load_exported
 from flows.config import ExtractConfig, TrainConfig, dump_config
 from flows.extract_plan import plan_dataset
+from flows.launch import Message
 from flows.train_log import METRICS_FILE
 from flows.train_steps import TrainingLog, open_training_data, output_folder, read_metrics, train
 from storage.dataset import Dataset
@@ -63,16 +64,38 @@ def test_files_of_a_run_go_to_its_output(train_config: MakeConfig, s3_uri: str) 
         assert read_metrics(folder) == [{"step": 1}]
 
 
-def test_metrics_reach_the_bucket_with_each_checkpoint(
+def test_metrics_reach_the_bucket_with_the_first_checkpoint_and_each_tenth_after(
     train_config: MakeConfig, s3_uri: str, tmp_path: Path
 ) -> None:
-    config = train_config(output=s3_uri)
+    often = {"max_steps": 12, "epochs": 12, "checkpoint_every": 1}
+    config = train_config(output=s3_uri, training=train_config().training.model_copy(update=often))
     dataset, drafter = open_training_data(config)
+    kept: list[list[str]] = []
+
+    def note(message: Message) -> None:
+        if message["kind"] == "checkpoint":
+            kept.append(open_store(s3_uri).get(METRICS_FILE).decode().splitlines())
+
     # Without `output_folder`, as in a run that is killed: nothing is put there at the end.
-    train(config, dataset, drafter, tmp_path, TrainingLog(), lambda message: None)
-    kept = open_store(s3_uri).get(METRICS_FILE).decode().splitlines()
-    assert len(kept) >= config.training.checkpoint_every
-    assert kept == (tmp_path / METRICS_FILE).read_text().splitlines()[: len(kept)]
+    train(config, dataset, drafter, tmp_path, TrainingLog(), note)
+    assert len(kept) == 12 and all(rows == kept[0] for rows in kept[:10])
+    assert len(kept[0]) < 11 <= len(kept[10])
+    assert kept[10] == (tmp_path / METRICS_FILE).read_text().splitlines()[: len(kept[10])]
+
+
+def test_curves_of_a_week_are_drawn_some_hundred_times() -> None:
+    from flows.train import CURVES_EVERY_S, curves_interval
+
+    assert curves_interval(600) == CURVES_EVERY_S
+    drawings, elapsed = 0, 0.0
+    while elapsed < 7 * 86400:
+        drawings, elapsed = drawings + 1, elapsed + curves_interval(elapsed)
+    assert 100 < drawings < 400
+
+
+def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1}]
 
 
 @pytest.mark.usefixtures("prefect")
