@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import Config, UserError
+from dflash_core.load_progress import tell_while_reading
 from dflash_core.target_identity import load_text_config, load_tokenizer
 
 Prompt = tuple[list[dict[str, Any]], list[Any] | None]
@@ -51,8 +53,11 @@ class Responder:
         chat: ChatConfig,
         device: str | torch.device,
         dtype: torch.dtype = torch.bfloat16,
+        alive: Callable[[], None] | None = None,
     ) -> None:
-        """Load model and tokenizer. Raise UserError."""
+        """Load model and tokenizer; `alive` is called every few seconds while files are read, on another
+        thread. Raise UserError.
+        """
         from transformers import AutoModelForCausalLM
 
         self.device = torch.device(device)
@@ -62,13 +67,14 @@ class Responder:
         self.hybrid = "linear_attention" in (getattr(text, "layer_types", None) or ())
         direct = self.device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                revision=revision,
-                config=text,
-                dtype=dtype,
-                device_map={"": self.device} if direct else None,
-            )
+            with tell_while_reading(alive) if alive else nullcontext():
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    revision=revision,
+                    config=text,
+                    dtype=dtype,
+                    device_map={"": self.device} if direct else None,
+                )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"cannot load the target {path!r}: {error}") from None
         self.model = model.to(self.device).eval()

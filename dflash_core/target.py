@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from dflash_core.capture import TapRecorder, TargetOutOfMemory, batches, forward_packed, forward_padded
 from dflash_core.capture_ahead import captures
 from dflash_core.configuration import Config, UserError
+from dflash_core.load_progress import tell_while_reading
 from dflash_core.packed_body import NotPackable, PackedBody, packed_batches
 from dflash_core.parity import ParityError, check_parity
 from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec, tap_column
@@ -169,11 +170,14 @@ def _wants_packing(config: TargetConfig, on_gpu: bool) -> bool:
     return config.batching == "packed" or (config.batching == "auto" and on_gpu and not config.device_map)
 
 
-def load_target(config: TargetConfig, device: str | torch.device) -> Target:
+def load_target(
+    config: TargetConfig, device: str | torch.device, alive: Callable[[], None] | None = None
+) -> Target:
     """Load the text model as far as the last tap (or whole, with `last_hidden`).
 
     Layers behind the last tap are never read from disk, nor is the head, nor the vision part of a
-    multimodal target. Raise UserError when the target cannot be read or lacks weights.
+    multimodal target. `alive` is called every few seconds while files are read, on another thread. Raise
+    UserError when the target cannot be read or lacks weights.
     """
     spec, capture_spec = describe_target(config)
     _, text = load_text_config(config.path, config.revision)
@@ -182,7 +186,8 @@ def load_target(config: TargetConfig, device: str | torch.device) -> Target:
         text.num_hidden_layers = capture_spec.tap_layer_ids[-1] + 1
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: text.num_hidden_layers]
-    model = _load_body(config, text, torch.device(device))
+    with tell_while_reading(alive) if alive else nullcontext():
+        model = _load_body(config, text, torch.device(device))
     if config.last_hidden != "after_final_norm":
         # The norm would be run for nothing, and would make the last entry of hidden_states differ.
         model.norm = nn.Identity()

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,8 +105,8 @@ def respond(
         if part.exists():
             resumed += _count_lines(part)
         else:
-            answer = answer or _open_answer(config)
             told = (lambda done, base=seen: progress(base + done, config.limit)) if progress else None
+            answer = answer or _open_answer(config, told)
             tokens += _write_part(part, chunk, answer, config, number, told)
         parts.append(str(part))
         seen += len(chunk)
@@ -125,14 +126,15 @@ def respond(
     )
 
 
-def _open_answer(config: RespondConfig) -> Answer:
+def _open_answer(config: RespondConfig, told: Callable[[int], None] | None) -> Answer:
     if config.endpoint is not None:
         return endpoint_answers(config.endpoint, config.chat, config.generation)
     assert config.target is not None
     device = config.device
     if device == "auto":
         device = own_device()
-    responder = Responder(config.target, config.revision, config.chat, device, getattr(torch, config.dtype))
+    dtype, alive = getattr(torch, config.dtype), partial(told, 0) if told else None
+    responder = Responder(config.target, config.revision, config.chat, device, dtype, alive)
     return LocalAnswers(responder, config.generation, config.batch_size)
 
 

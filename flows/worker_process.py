@@ -283,8 +283,9 @@ class Worker:
                 if time.monotonic() < process.last_sign + silence_s:
                     continue  # it spoke of another job meanwhile
                 process.stop(grace_s=0)
-                words = f"{self.name} said nothing for {silence_s:g} s and was killed{process.last_words()}"
-                raise WorkerDied(words) from None
+                limit = "; raise workers.start_timeout_s if a start takes longer" if wanted == "ready" else ""
+                words = f"{self.name} said nothing for {silence_s:g} s and was killed{limit}"
+                raise WorkerDied(words + process.last_words()) from None
             kind = message.get("kind")
             if kind == wanted:
                 return message

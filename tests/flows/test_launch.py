@@ -213,6 +213,15 @@ def test_a_store_that_is_away_costs_no_slot_and_is_asked_again_after_a_pause(
             workers.run({"name": 1})
 
 
+def test_a_start_that_hangs_names_its_limit() -> None:
+    hangs = WorkerPool(["cpu"], TOY, {"start_s": 3600.0}, start_timeout_s=1.0)
+    with (
+        hangs,
+        pytest.raises(WorkerDied, match=r"nothing for 1 s and was killed; raise workers\.start_timeout_s"),
+    ):
+        hangs.run({"name": 1})
+
+
 def test_workers_can_be_started_ahead_of_their_jobs() -> None:
     heard: list[dict[str, Any]] = []
     with pool(("cpu", "cpu", "cpu")) as workers:

@@ -21,6 +21,7 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
         raise UserError("this set-up is refused")
     if Path(setup.get("store_is_away_while", "")).is_file():
         raise StoreError("no server answers")
+    time.sleep(setup.get("start_s", 0.0))
     if setup.get("crash"):
         os._exit(3)
     print("noise on stdout that is no message")
