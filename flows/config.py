@@ -18,6 +18,8 @@ from dflash_core.training import TrainingConfig
 from flows.respond import EndpointConfig
 from storage.codec import parse_codec
 from storage.compile_session import CompileCacheConfig
+from storage.object_store import StoreConfig
+from storage.reader import ReaderConfig
 from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -41,6 +43,8 @@ class WorkersConfig(Config):
     """Folder for shards being written (one a worker); None: beside the store, or the temporary folder."""
     writer: WriterConfig = WriterConfig(threads=4, pending_bytes=1 << 30)
     """Resources of the side that compresses and writes."""
+    connection: StoreConfig = StoreConfig()
+    """How each worker speaks to the store of its data set, where that is S3."""
 
 
 class ResponsesConfig(Config):
@@ -200,6 +204,10 @@ class TrainConfig(Config):
     """Ranks that say nothing for this long are ended; more than compilation takes."""
     cache: CompileCacheConfig | None = CompileCacheConfig()
     """Where the compile cache is kept; None: no such artifact is used."""
+    reader: ReaderConfig = ReaderConfig()
+    """Resources with which each rank reads the data set; may change when a run is continued."""
+    connection: StoreConfig = StoreConfig()
+    """How each rank speaks to the stores of data set and checkpoints, where these are S3; may change too."""
     evaluation: EvaluationStep | None = None
     """Set to measure the acceptance length of the exported drafter."""
 

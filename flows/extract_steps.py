@@ -136,6 +136,7 @@ def open_pool(config: ExtractConfig, dataset: Dataset) -> Iterator[CaptureWorker
         "parity_samples": config.parity_samples,
         "scratch": workers.scratch,
         "writer": workers.writer.model_dump(mode="json"),
+        "connection": workers.connection.model_dump(mode="json"),
     }
     with hold_devices(slots), _compile_session(config, dataset, slots) as session:
         pool = CaptureWorkers(

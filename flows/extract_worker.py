@@ -32,6 +32,7 @@ from dflash_core.target import (
 from flows.channel import Channel, Job, Result, RunJob, Unusable, serve
 from storage.codec import Calibration, parse_codec
 from storage.dataset import Dataset, ShardAlreadyCommitted, open_dataset
+from storage.object_store import StoreConfig
 from storage.shard_format import ShardRecord
 from storage.writer import ShardWriter, WriterConfig
 
@@ -55,7 +56,8 @@ class ShardCapturer:
         if self.watch:
             self.watch.mark("python, torch and our modules")
             self.watch.load_compiler()
-        self.dataset: Dataset = open_dataset(setup["dataset"])
+        connection = StoreConfig.model_validate(setup.get("connection", {}))
+        self.dataset: Dataset = open_dataset(setup["dataset"], connection=connection)
         config = TargetConfig.model_validate(setup["target"])
         if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
             config = config.model_copy(update={"device_map": "auto"})

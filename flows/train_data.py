@@ -23,7 +23,7 @@ from dflash_core.row_batch import prepare_row
 from dflash_core.training import TrainingConfig, TrainingRow
 from storage.codec import parse_codec
 from storage.dataset import Dataset
-from storage.reader import RowReader
+from storage.reader import ReaderConfig, RowReader
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +45,18 @@ class TrainingData:
     """The rows of a run on one rank."""
 
     def __init__(
-        self, dataset: Dataset, drafter: DrafterConfig, training: TrainingConfig, world: World
+        self,
+        dataset: Dataset,
+        drafter: DrafterConfig,
+        training: TrainingConfig,
+        world: World,
+        reader: ReaderConfig | None = None,
     ) -> None:
         """Raises UserError when the data set lacks what the drafter reads, or a sample does not fit in a
         row.
         """
         self.dataset, self.drafter, self.training, self.world = dataset, drafter, training, world
+        self._reader_config = reader
         self._columns = _columns(dataset, drafter, training)
         index = dataset.index
         self._ids: list[str] = index.sample_ids.to_pylist()
@@ -153,6 +159,7 @@ class TrainingData:
             rows,
             row_tokens=self.training.row_tokens,
             device=self.world.device,
+            config=self._reader_config,
         )
 
     def prepare(self, packed: PackedTokens, states: torch.Tensor | None, epoch: int) -> TrainingRow:

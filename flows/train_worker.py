@@ -79,16 +79,18 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
     stop = StopRequest()
     tensors = load_weights(job, world)
     watch.mark("weights")
-    dataset = open_dataset(job.dataset)
+    dataset = open_dataset(job.dataset, connection=job.config.connection)
     dataset.manifest()
-    data = TrainingData(dataset, job.drafter, training, world)
+    data = TrainingData(dataset, job.drafter, training, world, job.config.reader)
     watch.mark("data set")
     if training.compiles_on(world.device.type):
         watch.start()
         watch.mark("waiting for the compiler's modules")
     trainer = make_trainer(*tensors, training, total_steps=data.total_steps(), world=world)
     checkpoints = Checkpoints(
-        open_store(job.config.output), identity_of(job, dataset), keep=training.keep_checkpoints
+        open_store(job.config.output, job.config.connection),
+        identity_of(job, dataset),
+        keep=training.keep_checkpoints,
     )
     place = resume(trainer, checkpoints, data)
     watch.mark("trainer and checkpoint")

@@ -42,7 +42,7 @@ from storage.dataset_spec import (
 )
 from storage.index import Index, read_index
 from storage.manifest import manifest_of, record_bytes, total_error
-from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError, open_store
+from storage.objects import ObjectExists, ObjectNotFound, Store, StoreConfig, StoreError, open_store
 from storage.planning import read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
 
@@ -457,13 +457,15 @@ def create_dataset(
     return dataset
 
 
-def open_dataset(uri: str | Path, expected: DatasetSpec | None = None) -> Dataset:
+def open_dataset(
+    uri: str | Path, expected: DatasetSpec | None = None, connection: StoreConfig | None = None
+) -> Dataset:
     """Open the data set at `uri`: its own folder, or a folder that holds exactly one.
 
     Raises DatasetError when there is none, when its creation did not finish, or when `expected` differs: the
     message names the differing fields.
     """
-    store = open_store(uri)
+    store = open_store(uri, connection)
     try:
         spec = _read_spec(store)
     except ObjectNotFound:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from pydantic import Field
+
 from dflash_core.configuration import Config, UserError
 
 
@@ -30,18 +32,18 @@ class ObjectTruncated(StoreError):
 
 
 class StoreConfig(Config):
-    """How to speak to a store."""
+    """How to speak to an S3-compatible server."""
 
-    part_bytes: int = 16 << 20
+    part_bytes: int = Field(default=16 << 20, ge=5 << 20)
     """Size of one part of a multipart upload, and of one request of a parallel read."""
-    threads: int = 4
-    """Parts of one object in flight at a time."""
-    patience: float = 300.0
+    parallel_parts: int = Field(default=4, ge=1)
+    """Parts of one object that are sent, or read, at a time. Raise it for a store that is far away."""
+    patience: float = Field(default=300.0, ge=0)
     """Seconds that a request is begun again while server or network fail it (5xx, SlowDown, cut) and nothing
     arrives."""
-    connect_timeout: float = 10.0
+    connect_timeout: float = Field(default=10.0, gt=0)
     """Seconds."""
-    read_timeout: float = 60.0
+    read_timeout: float = Field(default=60.0, gt=0)
     """Seconds without a byte."""
 
 

@@ -201,7 +201,7 @@ class Connection:
                 retries={"mode": "standard", "total_max_attempts": 1},
                 connect_timeout=self.config.connect_timeout,
                 read_timeout=self.config.read_timeout,
-                max_pool_connections=64,
+                max_pool_connections=256,  # that are kept open; as many as are asked for are opened
                 # What is read is checked against the digests in the commit records, range reads too.
                 response_checksum_validation="when_required",
             )

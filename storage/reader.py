@@ -36,7 +36,7 @@ class ReaderConfig(Config):
     threads: int = Field(default=4, ge=1)
     """Threads that decode cells; no more than there are cores."""
     fetch_threads: int = Field(default=8, ge=1)
-    """Row groups that are fetched at a time."""
+    """Row groups that are fetched at a time. Raise it for a store that is far away."""
     prefetch_bytes: int = Field(default=1 << 30, ge=1)
     """Encoded bytes that are held at most. Beside them: with a GPU, the decoded symbols of `threads` + 2 row
     groups in page-locked memory, and on the GPU the symbols of two rows and the states of one; without, those

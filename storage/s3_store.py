@@ -132,7 +132,7 @@ class S3Store:
             )
 
         try:
-            with ThreadPoolExecutor(self._config.threads) as pool:
+            with ThreadPoolExecutor(self._config.parallel_parts) as pool:
                 parts = list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
             self._settle(key, complete, lambda store: store._holds(key, descriptor, size))
         except BaseException:
@@ -202,7 +202,7 @@ class S3Store:
         if len(buffer) <= 2 * step:
             return self._read_piece(key, start, buffer)
         offsets = range(0, len(buffer), step)
-        with ThreadPoolExecutor(self._config.threads) as pool:
+        with ThreadPoolExecutor(self._config.parallel_parts) as pool:
             list(pool.map(lambda o: self._read_piece(key, start + o, buffer[o : o + step]), offsets))
 
     def _read_piece(self, key: str, start: int, buffer: memoryview) -> None:
