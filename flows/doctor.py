@@ -20,6 +20,8 @@ from dflash_core.configuration import UserError
 State = Literal["ok", "slow", "broken"]
 ROOM_BYTES = 20 << 30
 """Free space below which a folder is called full."""
+PATIENCE_S = 10.0
+"""How long a store is waited for that fails what is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -149,24 +151,27 @@ def prefect_api() -> Iterator[Finding]:
 
 
 def object_store(uri: str) -> Iterator[Finding]:
-    """Write, refuse to overwrite, read and delete one small object."""
-    from storage.objects import ObjectExists, StoreError, open_store
+    """Write, refuse to overwrite, read whole and by range, and delete one small object."""
+    from storage.objects import ObjectExists, StoreConfig, StoreError, open_store
 
-    key = f"doctor/{uuid.uuid4().hex}"
+    key, data = f"doctor/{uuid.uuid4().hex}", b"dflash doctor"
     try:
-        store = open_store(uri)
-        store.put_bytes(key, b"dflash doctor")
+        store = open_store(uri, StoreConfig(patience=PATIENCE_S))
+        store.put_bytes(key, data)
         try:
             store.put_bytes(key, b"a second writer")
             kept = False
         except ObjectExists:
-            kept = store.get(key) == b"dflash doctor"
-        store.delete(key)
+            kept = store.get(key) == data
+        try:
+            store.get_range(key, 7, 6)
+        finally:
+            store.delete(key)
     except StoreError as error:
         yield Finding("store", "broken", str(error), "check the address, AWS_ENDPOINT_URL and the AWS_* keys")
         return
     if kept:
-        yield Finding("store", "ok", f"{uri}: objects are created once")
+        yield Finding("store", "ok", f"{uri}: objects are created once, and read by range")
     else:
         remedy = "use a store with conditional writes (If-None-Match), such as S3, SeaweedFS from 4.18, Ceph"
         yield Finding("store", "broken", f"{uri} lets a second writer overwrite", remedy)
