@@ -287,7 +287,8 @@ def _our_error(doing: str, response: dict[str, Any], text: str) -> StoreError:
     if code == "NoSuchBucket":
         return StoreError(f"{doing}: the bucket does not exist; create it first")
     if code in _EXPIRED:
-        return CredentialsExpired(f"{doing}: the server says that the credentials have expired ({code})")
+        why = "perhaps because" if code == "400" else "because"
+        return CredentialsExpired(f"{doing}: the server answers {code}, {why} the credentials have expired")
     if code in _REFUSED:
         return StoreError(
             f"{doing}: the server refused these credentials ({code}); check AWS_ACCESS_KEY_ID, "

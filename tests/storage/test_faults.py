@@ -375,7 +375,7 @@ def test_credentials_that_stay_expired_are_named_as_such(
     proxy.expired = {"old-access-key"}
     store = open_store(s3_uri, PATIENT)
     for request in (lambda: store.get("key"), lambda: store.head("key"), lambda: store.put_bytes("key", b"")):
-        with pytest.raises(StoreError, match=r"credentials have expired .*read anew just now") as caught:
+        with pytest.raises(StoreError, match=r"credentials have expired, .*read anew just now") as caught:
             request()
         assert "old-secret-word" not in str(caught.value)
 
