@@ -41,6 +41,8 @@ class Response:
     """{"role": "assistant", "content": ...} with "reasoning_content" split out where the target thinks."""
     num_tokens: int
     finish_reason: Literal["stop", "length"]
+    reads_back: bool = True
+    """Whether the text, cut into tokens again, gives those that were written: labels are made of the text."""
 
 
 class Responder:
@@ -146,8 +148,10 @@ class Responder:
 
     def _response(self, written: list[int]) -> Response:
         stopped = bool(written) and written[-1] in self.stop_ids
-        text = self.tokenizer.decode(written[:-1] if stopped else written, skip_special_tokens=False)
+        words = written[:-1] if stopped else written
+        text = self.tokenizer.decode(words, skip_special_tokens=False)
         return Response(
+            reads_back=self.tokenizer(text, add_special_tokens=False)["input_ids"] == words,
             message=split_reasoning(text, self.encoder),
             num_tokens=len(written),
             finish_reason="stop" if stopped else "length",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -18,11 +19,16 @@ from dflash_core.configuration import Config, UserError
 from dflash_core.messages import ChatError
 from dflash_core.respond import GenerationSettings, Prompt, Responder, Response, split_reasoning
 
+log = logging.getLogger(__name__)
+
 Answer = Callable[[Sequence[Prompt], int, Callable[[], None]], list[Response | ChatError]]
 """(prompts, seed, alive) -> one response or error a prompt, in their order; `alive` is called meanwhile."""
 
 _ALIVE_EVERY_S = 5.0
 """`alive` is called so often at least while requests are in flight."""
+
+_OTHER_TOKENS = 0.05
+"""Share of responses whose text may be read as other tokens; small targets write a few such by themselves."""
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _MISCONFIGURED = {401, 403, 404, 405}
@@ -63,6 +69,7 @@ class LocalAnswers:
         )
         for i, answer in zip(accepted, answers, strict=True):
             results[i] = answer
+        tell_of_other_tokens(answers)
         return results
 
     def _refusal(self, prompt: Prompt) -> ChatError | None:
@@ -74,6 +81,18 @@ class LocalAnswers:
         limit = encoder.config.max_length
         detail = f"{length} tokens, chat.max_length is {limit}"
         return ChatError("prompt too long", detail, unusable=False) if length >= limit else None
+
+
+def tell_of_other_tokens(answers: Sequence[Response]) -> None:
+    """Warn when many responses, made text and read again, are other tokens than the target wrote."""
+    others = sum(not answer.reads_back for answer in answers)
+    if others > max(2, _OTHER_TOKENS * len(answers)):
+        log.warning(
+            "%d of %d responses give other tokens when their text is read again than the target wrote: "
+            "is this the target's own tokenizer? Drafters are taught what is read",
+            others,
+            len(answers),
+        )
 
 
 def endpoint_answers(config: EndpointConfig, chat: ChatConfig, settings: GenerationSettings) -> Answer:

@@ -44,6 +44,8 @@ def test_batches_answer_as_single_prompts_do(family: str, tmp_path: Path) -> Non
         assert answer.finish_reason == ("stop" if stopped else "length")
         text = responder.tokenizer.decode(expected[:-1] if stopped else expected)
         assert answer.message == {"role": "assistant", "content": text}
+        read = responder.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert answer.reads_back == (read == (expected[:-1] if stopped else expected))
 
 
 def test_the_end_token_stops_and_is_not_part_of_the_text(tmp_path: Path) -> None:

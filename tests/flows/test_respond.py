@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import UserError
 from dflash_core.messages import normalise
-from dflash_core.respond import GenerationSettings, Responder
-from flows.answer import EndpointConfig
+from dflash_core.respond import GenerationSettings, Responder, Response
+from flows.answer import EndpointConfig, tell_of_other_tokens
 from flows.conversation import Conversation, answer_turns
 from flows.respond import RespondConfig, RespondReport, respond
 from storage.chats import read_chats
@@ -277,3 +277,14 @@ def test_reasoning_of_earlier_turns_is_not_supervised() -> None:
     cut.prompt()
     cut.hear({"role": "assistant", "content": "", "reasoning_content": "r"}, "length")
     assert cut.error is not None and cut.error.reason == "cut while thinking" and not cut.error.unusable
+
+
+@pytest.mark.parametrize(("others", "told"), [(29, True), (2, False), (0, False)])
+def test_a_tokenizer_that_reads_other_tokens_is_told_of(
+    others: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [
+        Response(message={}, num_tokens=1, finish_reason="stop", reads_back=i >= others) for i in range(30)
+    ]
+    tell_of_other_tokens(answers)
+    assert ("29 of 30 responses give other tokens" in caplog.text) == told
