@@ -36,7 +36,7 @@ class WorkersConfig(Config):
     attempts: Annotated[int, Field(ge=1)] = 3
     """How often a shard is tried before it is set aside."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """A worker that has not loaded its target after this long is replaced."""
+    """A worker that starts is replaced when it has neither read files nor finished for this long."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A worker that finishes no batch for this long is killed and replaced."""
     scratch: str | None = None

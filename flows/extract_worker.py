@@ -61,7 +61,9 @@ class ShardCapturer:
         config = TargetConfig.model_validate(setup["target"])
         if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
             config = config.model_copy(update={"device_map": "auto"})
-        self.target: Target = load_target(config, own_device())
+        self.target: Target = load_target(
+            config, own_device(), lambda: channel.say("progress", what="target")
+        )
         self.token_budget = config.batch_tokens
         """Tokens of a batch; halved for good where memory runs out."""
         for sentence in self.target.report:
