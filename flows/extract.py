@@ -17,6 +17,7 @@ from prefect.events import emit_event
 from prefect.states import Completed, Failed
 
 from flows import extract_plan, extract_steps, report
+from flows.artifacts import shown
 from flows.config import ExtractConfig
 from flows.extract_shards import TASK_RUNNER, capture_here, extract_in_children, failed_names
 from flows.extract_steps import Outcome
@@ -68,11 +69,11 @@ def extract_hidden_states(
     except TOLD as error:
         tell_error(error)
         return Failed(message=str(error), data=error)
-    report.publish_dataset(dataset)
+    shown(report.publish_dataset, dataset)
     if outcome.failed:
         named = sorted(outcome.failed) if only or not outcome.stopped else ()
         command = extract_steps.redo_command(named)
-        report.publish_failures(outcome, command)
+        shown(report.publish_failures, outcome, command)
         logger.error("%d shards are set aside; redo just them with\n%s", len(outcome.failed), command)
         if outcome.stopped:
             tell_error(outcome.stopped)

@@ -29,6 +29,7 @@ from prefect.tasks import Task
 
 from dflash_core.configuration import UserError
 from flows import extract_steps, report
+from flows.artifacts import shown
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
 from flows.launch import Message, PoolClosed, WorkerPool
@@ -92,7 +93,7 @@ def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int],
             outcome,
             Progress("shards of this run", len(shards)),
         )
-    report.publish_shards(outcome)
+    shown(report.publish_shards, outcome)
     return outcome
 
 
@@ -108,7 +109,7 @@ def _workers(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
             yield pool
         finally:
             _held.reset(token)
-    report.publish_cache(pool.cache)
+    shown(report.publish_cache, pool.cache)
 
 
 def failed_names(outcome: Outcome) -> str:
@@ -123,14 +124,15 @@ class Progress:
 
     def __init__(self, description: str, total: int) -> None:
         self._total = total
-        self._artifact: UUID = report.start_progress("extraction-progress", description)
+        self._artifact = shown(report.start_progress, "extraction-progress", description)
         self._last = 0.0
 
     def update(self, done: int, *, now: bool = False) -> None:
         """Tell how many are done."""
-        if now or time.monotonic() - self._last > PROGRESS_EVERY_S:
+        due = now or time.monotonic() - self._last > PROGRESS_EVERY_S
+        if due and self._artifact is not None:
             self._last = time.monotonic()
-            report.update_progress(self._artifact, done / max(self._total, 1))
+            shown(report.update_progress, self._artifact, done / max(self._total, 1))
 
 
 def _submit_as_workers_free_up(

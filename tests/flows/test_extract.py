@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from storage.dataset import Dataset, DatasetError, open_dataset
 from storage.writer import ShardWriter
 from tests.flows.conftest import errors_logged
 from tests.flows.plain_extraction import run_extraction
+from tests.storage.faulty_proxy import Rule, faulty_proxy
 
 MakeConfig = Callable[..., ExtractConfig]
 
@@ -339,6 +341,30 @@ def test_a_cause_that_lasts_ends_the_run(
     result = CliRunner().invoke(cli_app(), ["extract", "--config", str(write(tmp_path, config))])
     assert result.exit_code == 0, result.output
     assert open_dataset(dataset.uri).sealed
+
+
+@pytest.mark.usefixtures("prefect")
+@pytest.mark.parametrize("method", ["POST", "PATCH"])
+def test_a_server_that_refuses_artifacts_costs_warnings_alone(
+    extract_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    from flows.extract import extract_hidden_states
+
+    port = urlsplit(PREFECT_API_URL.value() or "").port
+    assert port is not None
+    config = extract_config(limit=4)
+    with faulty_proxy(port) as proxy:
+        relay: Any = proxy.RequestHandlerClass
+        monkeypatch.setattr(relay, "do_PATCH", relay.do_GET, raising=False)
+        proxy.rules = [Rule("refuse", method, "/api/artifacts", times=99)]
+        settings = {PREFECT_API_URL: f"{proxy.endpoint}/api", PREFECT_CLIENT_MAX_RETRIES: 0}
+        with temporary_settings(settings):
+            state = extract_hidden_states(config, return_state=True)
+            told = errors_logged(state, logging.WARNING)
+    assert state.is_completed() and "refuse" in proxy.met
+    assert any("503" in line for line in told)
 
 
 @pytest.mark.usefixtures("prefect")
