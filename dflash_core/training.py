@@ -28,10 +28,10 @@ from dflash_core.row_batch import RowBatch
 class TrainingConfig(Config):
     """How a drafter is trained. What is in here decides the result, except where it says otherwise."""
 
-    row_tokens: Annotated[int, Field(ge=1)] = 16384
+    row_tokens: Annotated[int, Field(ge=1)] = 12288
     """Context tokens C of a packed row; samples must not be longer."""
-    anchors_per_row: Annotated[int, Field(ge=1)] = 512
-    """Blocks A of a row, shared among its documents."""
+    anchors_per_row: Annotated[int, Field(ge=1)] = 2048
+    """Blocks A of a row, shared among its documents. They cost compute and no storage (docs/training.md)."""
     rows_per_step: Annotated[int, Field(ge=1)] = 1
     """Rows of one optimizer step over all ranks; ranks take them in turn, so it does not depend on their
     number.
