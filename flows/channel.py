@@ -28,7 +28,7 @@ ORPHANED = 113
 
 ALIVE_EVERY_S = 1.0
 STORE_GIVES_UP_AFTER_S = 3600.0
-"""More than a store takes to raise its error for a server that no longer answers (about 27 minutes)."""
+"""Far more than a store takes to raise its error for a server that is away (`StoreConfig.patience`)."""
 
 OUR_LOGGERS = ("__main__", "flows", "storage", "dflash_core")
 """Whose words of level INFO are sent; other packages' from WARNING on."""
