@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows import report
+from flows.artifacts import shown
 from flows.build_cache import build_for_training
 from flows.config import TrainConfig
 from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
@@ -23,7 +24,7 @@ def compile_and_publish(config: TrainConfig) -> dict[str, Any]:
     """Run one full step on the first GPU, and publish what it compiled."""
     summary = without_traceback(lambda: build_for_training(config, relay_message))
     if isinstance(summary, dict):
-        report.publish_cache(summary)
+        shown(report.publish_cache, summary)
     return summary
 
 

@@ -48,7 +48,7 @@ from flows.ranks import serve_rank
 from flows.train_data import StepPlace, TrainingData
 from flows.train_log import SCORE, TrainLog
 from flows.train_meter import TrainMeter
-from storage.checkpoints import BEST_KEY, Best, CheckpointDamaged, Checkpoints, Position
+from storage.checkpoints import Best, CheckpointDamaged, Checkpoints, Position
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
 from storage.objects import open_store
@@ -127,7 +127,6 @@ class TrainLoop:
         stop: StopRequest,
     ) -> None:
         self._config: TrainingConfig = job.config.training
-        self._output = job.config.output
         self._data, self._trainer, self._checkpoints, self._out = data, trainer, checkpoints, out
         self._watch, self._stop = watch, stop
         self._world = data.world
@@ -325,14 +324,9 @@ class TrainLoop:
 
     def _mark_best(self) -> None:
         """Tell the store when the last checkpoint is the best one so far; waits until that is written."""
-        if self._scored is None:
-            return
-        self._checkpoints.wait()
-        best = self._checkpoints.best()
-        if best is None or self._scored.score > best.score:
-            record = self._scored.model_dump_json().encode()
-            open_store(self._output).put_bytes(BEST_KEY, record, overwrite=True)
-        self._scored = None
+        if self._scored is not None:
+            self._checkpoints.mark_best(self._scored)
+            self._scored = None
 
     def _save(self, place: StepPlace) -> None:
         """Write a checkpoint in the background, unless the run has met a number that is not finite."""

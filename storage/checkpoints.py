@@ -118,20 +118,27 @@ class Checkpoints:
         position: Position,
         tensors: Mapping[str, Tensor],
         notes: Mapping[str, Any],
-        *,
-        score: float | None = None,
     ) -> torch.cuda.Event | None:
         """Copy the tensors and write them in the background; waits for the write before only.
 
-        `score` (acceptance length) makes it the best one if it is higher than the best so far. An error of
-        the previous write is raised here or by `wait`. Tensors on a GPU are copied beside its other work:
-        whoever changes them must first let his stream wait for the event that is returned.
+        An error of the previous write is raised here or by `wait`. Tensors on a GPU are copied beside its
+        other work: whoever changes them must first let his stream wait for the event that is returned.
         """
         self.wait()
         copied, ready = self._stage(tensors)
         plain: dict[str, Any] = json.loads(json.dumps(dict(notes)))
-        self._writing = self._pool.submit(self._write, position, copied, plain, ready, score)
+        self._writing = self._pool.submit(self._write, position, copied, plain, ready)
         return ready
+
+    def mark_best(self, scored: Best) -> None:
+        """Take this checkpoint for the best one if its score is higher than that of the best so far.
+
+        Waits until it is written. Raises StoreError.
+        """
+        self.wait()
+        best = self.best()
+        if best is None or scored.score > best.score:
+            self._store.put_bytes(BEST_KEY, scored.model_dump_json().encode(), overwrite=True)
 
     def wait(self) -> None:
         """Wait until what was saved is on the store. Raises StoreError."""
@@ -190,7 +197,6 @@ class Checkpoints:
         tensors: dict[str, Tensor],
         notes: dict[str, Any],
         ready: torch.cuda.Event | None,
-        score: float | None,
     ) -> None:
         if ready is not None:
             ready.synchronize()
@@ -208,13 +214,11 @@ class Checkpoints:
             position=position, identity=self._identity, notes=notes, object=key, size=size, sha256=sha256
         )
         best = self.best()
+        if best is None or best.optimizer_step >= step:  # gone, or this run continues from before it
+            self._store.delete(BEST_KEY)
+            best = None
         # A resumed run may reach a step again that an abandoned one has committed: the later one counts.
         self._store.put_bytes(f"{_stem(step)}.json", record.model_dump_json().encode(), overwrite=True)
-        if best is not None and best.optimizer_step > step:  # this run continues from before it
-            best = None
-        if score is not None and (best is None or score > best.score):
-            best = Best(optimizer_step=step, score=score)
-            self._store.put_bytes(BEST_KEY, best.model_dump_json().encode(), overwrite=True)
         self._retire(best, key)
 
     def _scratch_folder(self) -> Path | None:

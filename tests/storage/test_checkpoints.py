@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core.configuration import UserError
-from storage.checkpoints import CheckpointDamaged, Checkpoints, Position, differences, write_safetensors
+from storage.checkpoints import (
+    Best,
+    CheckpointDamaged,
+    Checkpoints,
+    Position,
+    differences,
+    write_safetensors,
+)
 from storage.objects import Store, open_store
 
 IDENTITY = {"drafter": {"num_layers": 2, "taps": [1, 3]}, "seed": 0}
@@ -41,7 +48,9 @@ def at(step: int) -> Position:
 def save_all(store: Store, steps: list[int], keep: int = 2, scores: dict[int, float] | None = None) -> None:
     checkpoints = Checkpoints(store, IDENTITY, keep=keep)
     for step in steps:
-        checkpoints.save(at(step), tensors(step), {"ranks": 1}, score=(scores or {}).get(step))
+        checkpoints.save(at(step), tensors(step), {"ranks": 1})
+        if scores and step in scores:
+            checkpoints.mark_best(Best(optimizer_step=step, score=scores[step]))
     checkpoints.close()
 
 
