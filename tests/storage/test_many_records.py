@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import tracemalloc
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -14,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.shards_cli import app
-from storage.dataset import Dataset, ShardCorrupt, ShardRecord, total_error
+from storage.dataset import Dataset, ShardCorrupt, ShardRecord, open_dataset, total_error
 from storage.dataset_spec import shard_key
 from storage.fetch import CompactRecord, GroupFetcher, GroupKey
 from storage.shard_format import RowGroupRecord
+from tests.memory import peak_of, size_of
 from tests.storage.made import WIDTH, made_dataset, made_samples, made_spec
 
 SHARDS, ROW_GROUPS = 150, 60
@@ -75,29 +74,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return made
 
 
-def peak_of(work: Callable[[], Any]) -> int:
-    """Bytes that `work` held at most."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def size_of(make: Callable[[], Any]) -> int:
-    """Bytes of what `make` returns."""
-    tracemalloc.start()
-    try:
-        made = make()
-        gc.collect()
-        size = tracemalloc.get_traced_memory()[0]
-        del made
-        return size
-    finally:
-        tracemalloc.stop()
-
-
 def random_digest() -> str:
     return os.urandom(16).hex()
 
@@ -124,39 +100,47 @@ def call(*arguments: str) -> Any:
     return json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
 
 
+QUESTIONS: dict[str, Callable[[str], Any]] = {
+    "records": lambda uri: open_dataset(uri).records(),
+    "seal": lambda uri: open_dataset(uri).seal(),
+    "list": lambda uri: call("list", uri),
+    "show": lambda uri: call("show", uri),
+    "verify": lambda uri: call("verify", uri, "--look", "sizes"),
+}
+
+
+def ask(question: str, uri: str) -> Any:
+    return QUESTIONS[question](uri)
+
+
 @pytest.mark.parametrize("question", ["seal", "list", "show", "verify"])
 def test_memory_is_that_of_a_few_records(question: str, dataset: Dataset) -> None:
-    questions: dict[str, Callable[[], Any]] = {
-        "seal": dataset.seal,
-        "list": lambda: call("list", dataset.uri),
-        "show": lambda: call("show", dataset.uri),
-        "verify": lambda: call("verify", dataset.uri, "--look", "sizes"),
-    }
-    questions[question]()  # what is imported and kept the first time
-    assert peak_of(questions[question]) < peak_of(dataset.records) / 2
+    assert peak_of(ask, question, dataset.uri) < peak_of(ask, "records", dataset.uri) / 2
+
+
+def fetch(uri: str) -> GroupFetcher:
+    """Ask for one row group of every shard; records stay for the row groups that may follow."""
+    dataset = open_dataset(uri)
+    keys = [GroupKey(shard, 0) for shard in range(SHARDS)]
+    fetcher = GroupFetcher(dataset, dataset.columns, iter(keys), threads=2, limit_bytes=1)
+    for key in keys:
+        fetched = fetcher.take(must=True)
+        assert fetched is not None and isinstance(fetched.exception(), ShardCorrupt)  # a hollow object
+        fetcher.release(key)
+    return fetcher
 
 
 def test_fetching_keeps_little_of_each_record(dataset: Dataset) -> None:
-    """One row group of every shard is asked for; records stay for the row groups that may follow."""
-    records = size_of(dataset.records)
-    keys = [GroupKey(shard, 0) for shard in range(SHARDS)]
-    fetchers = []
+    assert size_of(fetch, dataset.uri) < size_of(ask, "records", dataset.uri) / 3
 
-    def fetch() -> GroupFetcher:
-        fetcher = GroupFetcher(dataset, dataset.columns, iter(keys), threads=2, limit_bytes=1)
-        fetchers.append(fetcher)
-        for key in keys:
-            fetched = fetcher.take(must=True)
-            assert fetched is not None and isinstance(fetched.exception(), ShardCorrupt)  # a hollow object
-            fetcher.release(key)
-        return fetcher
 
-    fetch()  # what is imported and kept the first time
-    try:
-        assert size_of(fetch) < records / 3
-    finally:
-        for fetcher in fetchers:
-            fetcher.close()
+def whole_record(text: str) -> ShardRecord:
+    return ShardRecord.model_validate_json(text)
+
+
+def compact_record(text: str) -> CompactRecord:
+    record = whole_record(text)
+    return CompactRecord(record, record.columns)
 
 
 def test_a_compact_record_is_small_and_says_the_same() -> None:
@@ -175,10 +159,8 @@ def test_a_compact_record_is_small_and_says_the_same() -> None:
         for n in range(100)
     ]
     text = json.dumps({**HOLLOW, "columns": columns, "row_groups": groups})
-    record = ShardRecord.model_validate_json(text)
-    compact = CompactRecord(record, columns)
-    whole = size_of(lambda: ShardRecord.model_validate_json(text))
-    kept = size_of(lambda: CompactRecord(ShardRecord.model_validate_json(text), columns))
+    record, compact = whole_record(text), compact_record(text)
+    whole, kept = size_of(whole_record, text), size_of(compact_record, text)
     assert kept < 50_000 and kept < whole / 3
     assert [compact.row_groups[n] for n in range(100)] == list(record.row_groups)
     assert (compact.shard, compact.object, compact.columns) == (record.shard, record.object, record.columns)
