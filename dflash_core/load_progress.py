@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import resource
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from dflash_core.ticking import every
 
 LOOK_EVERY_S = 5.0
 LEAST_BYTES = 1 << 20
@@ -19,24 +20,17 @@ def tell_while_reading(alive: Callable[[], None]) -> Iterator[None]:
 
     A block that hangs, in a lost mount for instance, is silent.
     """
-    over = threading.Event()
     seen = bytes_moved()
 
     def look() -> None:
         nonlocal seen
-        while not over.wait(LOOK_EVERY_S):
-            moved = bytes_moved()
-            if moved - seen >= LEAST_BYTES:
-                alive()
-            seen = moved
+        moved = bytes_moved()
+        if moved - seen >= LEAST_BYTES:
+            alive()
+        seen = moved
 
-    looking = threading.Thread(target=look, name="load progress", daemon=True)
-    looking.start()
-    try:
+    with every(LOOK_EVERY_S, look, "load progress"):
         yield
-    finally:
-        over.set()
-        looking.join()
 
 
 def bytes_moved() -> int:

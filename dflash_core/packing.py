@@ -108,8 +108,9 @@ def plan_epoch(
     generator = np.random.default_rng([seed, epoch, 0x9AC4])
     rows: list[np.ndarray] = []
     for pool in _pools(lengths_S, group_S, generator, POOL_ROWS * row_tokens):
-        over = rows.pop() if rows and lengths_S[rows[-1]].sum() < FULL * row_tokens else rows[:0]
-        rows.extend(_best_fit(np.concatenate([over, pool]).astype(np.int64), lengths_S, row_tokens))
+        if rows and lengths_S[rows[-1]].sum() < FULL * row_tokens:
+            pool = np.concatenate([rows.pop(), pool])
+        rows.extend(_best_fit(pool, lengths_S, row_tokens))
     return rows
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dflash_core.configuration import UserError
+from dflash_core.ticking import every
 from storage.object_store import StoreError
 
 ORPHANED = 113
@@ -77,20 +78,14 @@ class Channel:
         A server that stalls makes no worker unhealthy, and the store ends the block by itself. What hangs for
         another reason falls silent after an hour.
         """
-        over = threading.Event()
         end = time.monotonic() + STORE_GIVES_UP_AFTER_S
 
         def tell() -> None:
-            while not over.wait(ALIVE_EVERY_S) and time.monotonic() < end:
+            if time.monotonic() < end:
                 self.say("progress", what=what)
 
-        teller = threading.Thread(target=tell, name="waiting", daemon=True)
-        teller.start()
-        try:
+        with every(ALIVE_EVERY_S, tell, "waiting"):
             yield
-        finally:
-            over.set()
-            teller.join()
 
     def jobs(self) -> Iterator[Job]:
         """Yield jobs until the parent closes the line."""
