@@ -273,7 +273,7 @@ class Run:
                 return
             result["costs"] = costs(datasets.training[experiment.codec])
             write_json(self.result(experiment), result)
-            longest = max(longest, 0.8 * (time.time() - began))
+            longest = max(longest, 0.8 * (time.time() - began) / experiment.longer)
             together = result["simulated"]["all"]["acceptance_length"]
             print(
                 f"{experiment.key}: {together:.3f} tokens a call; read {result['read_seconds']:.0f} s, "

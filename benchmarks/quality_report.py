@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quality_prompts import TRAINED, UNSEEN
-from quality_runs import BASE, COARSE, GROUPS
+from quality_runs import BASE, COARSE, GROUPS, LONGER
 
 Results = list[dict[str, Any]]
 
@@ -140,9 +140,11 @@ def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
         if (found := by_name.get((group, name)))
     ]
     header = ["group", "what", "seeds", "parameters", "blocks a step", "trained families", "unseen families"]
-    return f"Ablations; each changes {BASE[1]} in one point, those of the last group {COARSE}.\n\n" + _table(
-        header, rows
+    said = (
+        f"Ablations; each changes {BASE[1]} in one point, those of the last group {COARSE}. "
+        f"`combined` is Muon 2e-3 with D-PACE, by codec; `longer` the same with {LONGER} times as many steps."
     )
+    return f"{said}\n\n" + _table(header, rows)
 
 
 def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
@@ -176,19 +178,24 @@ def _plot_ablations(by_name: dict[tuple[str, str], Results], figure: Any) -> Non
 def _plot_codecs(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
     """Acceptance over bits a value, and over the steps of training."""
     left, right = figure.subplots(1, 2)
-    for key, label in (("trained_families", "trained families"), ("unseen_families", "unseen families")):
-        points = sorted(
-            (found[0]["costs"]["bits_per_value"], [r[key] for r in found], name)
-            for (group, name), found in by_name.items()
-            if group == "codec"
-        )
-        bits = [x for x, _, _ in points]
-        means = [statistics.fmean(values) for _, values, _ in points]
-        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values, _ in points]
-        left.errorbar(bits, means, yerr=spread, marker="o", capsize=3, label=label)
-        for x, y, (_, _, name) in zip(bits, means, points, strict=True):
-            short = name.removeprefix("tolerance=")
-            left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
+    recipes = {"codec": "AdamW", "combined": "Muon, D-PACE", "longer": f"the same, {LONGER} x the steps"}
+    for (group, recipe), marker in zip(recipes.items(), "os^", strict=True):
+        for key, colour in (("trained_families", "tab:blue"), ("unseen_families", "tab:orange")):
+            points = sorted(
+                (found[0]["costs"]["bits_per_value"], [r[key] for r in found], name)
+                for (of, name), found in by_name.items()
+                if of == group
+            )
+            if not points:
+                continue
+            bits = [x for x, _, _ in points]
+            means = [statistics.fmean(values) for _, values, _ in points]
+            spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values, _ in points]
+            label = f"{key.replace('_', ' ')}, {recipe}"
+            left.errorbar(bits, means, yerr=spread, color=colour, marker=marker, capsize=3, label=label)
+            for x, y, (_, _, name) in zip(bits, means, points, strict=True):
+                short = name.removeprefix("tolerance=")
+                left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
     left.set_xlabel("bits a value in the shards")
     left.set_ylabel("tokens a target call, held-out chats")
     left.grid(alpha=0.3)

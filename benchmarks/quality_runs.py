@@ -42,8 +42,10 @@ CODECS = (
 """In the order in which their shards are written and their drafters trained."""
 BASE = ("codec", BASE_CODEC)
 """(group, name) of the experiment that every ablation changes in one point."""
-DECODED = (BASE, ("codec", "lossless"))
+DECODED = (BASE, ("codec", "lossless"), ("longer", BASE_CODEC))
 """(group, name) of the experiments whose first seed also decodes for real."""
+LONGER = 4
+"""How many times as many steps the experiments of the group `longer` have."""
 TAPS = 5
 BASE_TRAINING: dict[str, Any] = {"epochs": 1000}
 BASE_DRAFTER: dict[str, Any] = {
@@ -74,6 +76,8 @@ class Experiment:
     """Place of a tap that is read without loss, whatever the codec."""
     exact_loudest: float = 0.0
     """Share of the tokens, the loudest ones, that are read without loss."""
+    longer: int = 1
+    """Factor of the steps."""
 
     @property
     def key(self) -> str:
@@ -106,9 +110,10 @@ def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experim
     rounds: list[list[Experiment]] = []
     for seed in range(seeds):
         rounds.append([Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS])
+        rounds += [_strong("longer", seed), _strong("combined", seed)]
         rounds += [_ablations(seed, anchors), _finer(seed)]
-    # All seeds of the codecs before the second of anything else.
-    later = {"codec": (0.0, 0.0), "finer": (2.7, 2.7)}
+    # All seeds of the codecs before the second of anything else; what takes long begins early.
+    later = {"codec": (0.0, 0.0), "longer": (0.1, 2.1), "combined": (0.2, 2.2), "finer": (2.7, 2.7)}
     rounds.sort(key=lambda r: r[0].seed + later.get(r[0].group, (0.5, 1.5))[r[0].seed > 0])
     return [replace(e, round=i) for i, r in enumerate(rounds) for e in r if e.group in groups]
 
@@ -153,6 +158,22 @@ def _ablations(seed: int, anchors: int) -> list[Experiment]:
     ]
 
 
+def _strong(group: str, seed: int) -> list[Experiment]:
+    """Drafters that learn more, with exact, ordinary and coarse states: do these need finer ones?"""
+    recipe = {"optimizer": {"name": "muon", "learning_rate": 2e-3}, "loss": {"weighting": "dpace"}}
+    return [
+        Experiment(
+            group=group,
+            name=codec,
+            codec=codec,
+            seed=seed,
+            training=recipe,
+            longer=LONGER if group == "longer" else 1,
+        )
+        for codec in CODECS[:3]
+    ]
+
+
 def _finer(seed: int) -> list[Experiment]:
     """What suffers from coarse steps: all is coarse but one tap, or but the loudest tokens."""
     return [
@@ -166,7 +187,9 @@ def _finer(seed: int) -> list[Experiment]:
     ]
 
 
-GROUPS = tuple(dict.fromkeys(["codec", *(e.group for e in _ablations(0, 2) + _finer(0))]))
+GROUPS = tuple(
+    dict.fromkeys(["codec", *(e.group for e in _ablations(0, 2)), "combined", "longer", _finer(0)[0].group])
+)
 
 
 class TimeOver(RuntimeError):
@@ -260,6 +283,7 @@ class Bench:
     embedding_VD: torch.Tensor
     head_VD: torch.Tensor
     steps: int
+    """Of an experiment that is not `longer`."""
     training: dict[str, Any]
     """Changes to BASE_TRAINING that hold for all experiments."""
     device: torch.device
@@ -290,7 +314,8 @@ def train(
 
     Raise TimeOver when the deadline comes first.
     """
-    common = {**BASE_TRAINING, **bench.training, "max_steps": bench.steps, "seed": experiment.seed}
+    steps = bench.steps * experiment.longer
+    common = {**BASE_TRAINING, **bench.training, "max_steps": steps, "seed": experiment.seed}
     training = TrainingConfig(**{**common, **experiment.training})
     config = drafter_config(bench, experiment)
     drafter = Drafter(config, compute_dtype=training.dtype)
@@ -299,17 +324,15 @@ def train(
     if bench.device.type == "cuda":
         drafter.compile_regions()
     world = World(rank=0, size=1, device=bench.device)
-    trainer = Trainer(
-        drafter, bench.embedding_VD, bench.head_VD, training, total_steps=bench.steps, world=world
-    )
+    trainer = Trainer(drafter, bench.embedding_VD, bench.head_VD, training, total_steps=steps, world=world)
     curve: list[dict[str, float]] = []
     began = time.perf_counter()
-    rows = Rows(chats.samples, config, training, bench.steps, bench.device)
+    rows = Rows(chats.samples, config, training, steps, bench.device)
     for step, (row, samples) in enumerate(rows, start=1):
         if not time_left():
-            raise TimeOver(f"after {step - 1} of {bench.steps} steps")
+            raise TimeOver(f"after {step - 1} of {steps} steps")
         trainer.step([training_row(chats, row, samples, experiment.taps)], 1)
-        if step % max(1, bench.steps // 20) == 0 or step in (1, bench.steps):
+        if step % max(1, steps // 20) == 0 or step in (1, steps):
             summary, _ = trainer.summary()
             curve.append(
                 {
@@ -320,7 +343,7 @@ def train(
                 }
             )
     return drafter.eval(), {
-        "steps": bench.steps,
+        "steps": steps,
         "row_tokens": training.row_tokens,
         "anchors": training.anchors_per_row,
         "optimizer": f"{training.optimizer.name} {training.optimizer.learning_rate:g}",

@@ -2,7 +2,7 @@
 
 Letters: T tokens, D width (channels), H = ceil(D / 2), N outliers. What ends up in a cell is elementwise or
 an exact integer reduction, so CPU and GPU give the same bits. Encoding and decoding do not wait for the
-device, except `find_outliers` where it is not told how many there may be.
+device, except `find_outliers`; quantise_kernel.py does the way out of one codec without it, in one kernel.
 """
 
 from __future__ import annotations
@@ -177,21 +177,13 @@ def quantise(states_TD: Tensor, step_D: Tensor, limit: int, dead_zone: float) ->
     return symbol_TD, (symbol_TD.abs() <= limit).logical_not_()
 
 
-def find_outliers(
-    states_TD: Tensor, outside_TD: Tensor, room: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return position_N (int64, ascending, in the flattened [T, D]), outlier_N (their bf16 values), count.
+def find_outliers(states_TD: Tensor, outside_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return position_N (int64, ascending, in the flattened [T, D]) and outlier_N, their bf16 values.
 
-    Waits for the device to learn how many there are. With `room` it does not: N = room, places from `count`
-    (a tensor, room + 1 at most) on mean nothing, and where count > room the rest is missing.
+    Waits for the device to learn how many there are.
     """
-    outside = outside_TD.view(-1)
-    if room is None:
-        position_N = outside.nonzero().squeeze(1)
-        return position_N, states_TD.reshape(-1)[position_N], None
-    found_N = outside.nonzero_static(size=room + 1, fill_value=-1).squeeze(1)
-    position_N = found_N[:room].clamp(min=0)
-    return position_N, states_TD.reshape(-1)[position_N], (found_N >= 0).sum()
+    position_N = outside_TD.view(-1).nonzero().squeeze(1)
+    return position_N, states_TD.reshape(-1)[position_N]
 
 
 def dequantise(symbol_TD: Tensor, step_D: Tensor, out_TD: Tensor) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_core.configuration import UserError
+from storage.byte_code import kept_beside_sources
 
 State = Literal["ok", "slow", "broken"]
 ROOM_BYTES = 20 << 30
@@ -85,7 +86,7 @@ def devices() -> Iterator[Finding]:
 
 
 def speed_ups() -> Iterator[Finding]:
-    """Say which optional packages are missing."""
+    """Say which optional packages are missing, and whether torch's sources are compiled."""
     optional = {
         "fla": ("flash-linear-attention", "hybrid targets (Qwen3.5, Qwen3.6) are many times slower without"),
         "causal_conv1d": ("causal-conv1d", "hybrid targets use a slower convolution without"),
@@ -98,6 +99,12 @@ def speed_ups() -> Iterator[Finding]:
             yield Finding(package, "slow", f"not installed: {why}", f"pip install {package}")
         else:
             yield Finding(package, "ok", "installed")
+    if kept_beside_sources("torch"):
+        yield Finding("byte code", "ok", "kept beside torch's sources")
+    else:
+        what = "none of torch, nor may it be written: each process compiles torch's sources for seconds"
+        remedy = "python -m compileall -q on site-packages; runs with a compile cache keep their own"
+        yield Finding("byte code", "slow", what, remedy)
 
 
 def compilers() -> Iterator[Finding]:

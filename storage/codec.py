@@ -80,8 +80,8 @@ class Symbols:
     sums: Tensor | None = None
     """float64 [4], fields of `ErrorSums`, same device as the payload; None after `Codec.from_bytes`."""
     outlier_count: Tensor | None = None
-    """int64 [], how many of the header's outliers there are, where the device was not waited for; the cell
-    can only be coded once it is `settled`."""
+    """int32 [1], how many outliers there are, where the device was not waited for: the header names the room
+    for them, and they stand in it in any order. The cell can only be coded once it is `settled`."""
 
     @property
     def error(self) -> ErrorSums:
@@ -105,18 +105,19 @@ class Symbols:
         )
 
     def settled(self) -> Symbols | None:
-        """Cut the room for outliers to those that there are, in place; None when there are more than room.
-
-        Waits for the device where the symbols lie on one.
+        """Sort the outliers, and cut the room for them to those that there are, in place; None when there are
+        more than room. Waits for the device where the symbols lie on one.
         """
         if self.outlier_count is None:
             return self
         count = int(self.outlier_count)
         if count > self.header.outliers:
             return None
-        values = self.array("outlier")[:count].clone()
+        position_N, order_N = self.array("position")[:count].sort()
+        values = self.array("outlier")[:count][order_N]
         header = replace(self.header, outliers=count)
         whole = Symbols(header=header, payload=self.payload[: header.payload_bytes], sums=self.sums)
+        whole.array("position").copy_(position_N)
         whole.array("outlier").copy_(values)
         return whole
 
@@ -176,24 +177,24 @@ class Codec:
         """Turn bf16 [T, D] into symbols on the same device; `tolerance` waits for the device once.
 
         `scale_D` (float32 [D]) is required by `tolerance`; the other codecs only use it to state their error.
-        With `outlier_room` it does not wait, and the symbols must be `settled` before they are coded.
+        With `outlier_room` it does not wait: one Triton kernel does it all, on CUDA alone, and the symbols
+        must be `settled` before they are coded.
         Raises CodecError on a wrong dtype, shape or size, or when scales are missing.
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
-        room = outlier_room if self.kind == Kind.TOLERANCE else None
-        symbols, step_D = self._empty_symbols(states_TD, scale_D, room or 0)
+        if outlier_room is not None and scale_D is not None and self.kind == Kind.TOLERANCE:
+            return self._encode_at_once(states_TD, scale_D, outlier_room)
+        symbols, step_D = self._empty_symbols(states_TD, scale_D)
         if self.kind == Kind.LOSSLESS:
             symbols.array("base").copy_(quantise.mean_exponent(states_TD))
         sums = torch.zeros(4, dtype=torch.float64, device=states_TD.device)
         outliers: list[tuple[Tensor, Tensor]] = []
-        count: Tensor | None = None
-        blocks = quantise.row_blocks(states_TD) if room is None else [slice(0, len(states_TD))]
-        for rows in blocks:
+        for rows in quantise.row_blocks(states_TD):
             block_TD, decoded_TD, finite = states_TD[rows], states_TD[rows], False
             if self.kind == Kind.TOLERANCE:
                 outside_TD = self._quantise(block_TD, step_D, symbols, rows)
-                position_N, outlier_N, count = quantise.find_outliers(block_TD, outside_TD, room)
+                position_N, outlier_N = quantise.find_outliers(block_TD, outside_TD)
                 outliers.append((position_N + rows.start * states_TD.shape[1], outlier_N))
                 finite = not len(position_N)
             elif self.kind == Kind.FP8:
@@ -207,7 +208,27 @@ class Codec:
                 if not finite and self.kind == Kind.TOLERANCE:
                     decoded_TD = torch.where(outside_TD, block_TD, decoded_TD)
             sums += quantise.error_sums(block_TD, decoded_TD, scale_D, finite=finite)
-        return _with_outliers(symbols, outliers, sums, count)
+        return _with_outliers(symbols, outliers, sums)
+
+    def _encode_at_once(self, states_TD: Tensor, scale_D: Tensor, outlier_room: int) -> Symbols:
+        from dflash_core.quantise_kernel import encode
+
+        symbols, step_D = self._empty_symbols(states_TD, scale_D, outlier_room)
+        assert step_D is not None
+        arrays = symbols.arrays(slice(None))
+        sums, count = encode(
+            states_TD,
+            step_D,
+            scale_D,
+            limit=LIMITS[self.layout],
+            dead_zone=self._dead_zone,
+            whole_TD=arrays.get("symbol", arrays.get("high")),
+            shift=4 if self.layout == Layout.WIDE else 0,
+            folded_TH=arrays.get("folded", arrays.get("low")),
+            position_N=symbols.array("position"),
+            outlier_N=symbols.array("outlier"),
+        )
+        return replace(symbols, sums=sums, outlier_count=count)
 
     def decode_on_device(self, symbols: Symbols, scale_D: Tensor | None, out_TD: Tensor) -> None:
         """Write the states into `out_TD`, a bf16 view [T, D] with rows of any stride, without waiting.
@@ -257,7 +278,7 @@ class Codec:
         return Symbols(header=header, payload=payload)
 
     def _empty_symbols(
-        self, states_TD: Tensor, scale_D: Tensor | None, outliers: int
+        self, states_TD: Tensor, scale_D: Tensor | None, outliers: int = 0
     ) -> tuple[Symbols, Tensor | None]:
         """Room for everything and so many outliers, and the quantisation steps if there are any."""
         step, step_D = 0.0, None
@@ -268,7 +289,7 @@ class Codec:
         header = CellHeader(
             kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
         )
-        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
+        payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
         return Symbols(header=header, payload=payload), step_D
 
     @property
@@ -359,18 +380,15 @@ def channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
     return scale_D * step
 
 
-def _with_outliers(
-    symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor, outlier_count: Tensor | None
-) -> Symbols:
+def _with_outliers(symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor) -> Symbols:
     """Put the outliers of all blocks behind the symbols."""
     count = sum(len(position_N) for position_N, _ in outliers)
     if not count:
-        return replace(symbols, sums=sums, outlier_count=outlier_count)
-    header, payload = replace(symbols.header, outliers=count), symbols.payload
-    if len(payload) < header.payload_bytes:
-        payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=payload.device)
-        payload[: len(symbols.payload)] = symbols.payload
-    whole = Symbols(header=header, payload=payload, sums=sums, outlier_count=outlier_count)
+        return replace(symbols, sums=sums)
+    header = replace(symbols.header, outliers=count)
+    payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=symbols.payload.device)
+    payload[: len(symbols.payload)] = symbols.payload
+    whole = Symbols(header=header, payload=payload, sums=sums)
     whole.array("position").copy_(torch.cat([position_N for position_N, _ in outliers]))
     whole.array("outlier").copy_(torch.cat([outlier_N for _, outlier_N in outliers]))
     return whole

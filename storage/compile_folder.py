@@ -35,7 +35,7 @@ class CacheFolder:
 
         Raises UserError when others may write to the folder above it, or another process fills it for ever.
         """
-        _private_folder(self.path.parent)
+        private_folder(self.path.parent)
         _sweep(self.path.parent)
         self._lock = self._beside(".lock").open("a")
         with contextlib.suppress(BlockingIOError):
@@ -84,7 +84,7 @@ class CacheFolder:
         return self.path.with_name(self.path.name + suffix)
 
 
-def _private_folder(folder: Path) -> None:
+def private_folder(folder: Path) -> None:
     """Make the root of all caches, or refuse one that others may write to: what lies there is executed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()

@@ -29,6 +29,7 @@ from dflash_core.compile_watch import (
     environment_for_ranks,
 )
 from dflash_core.configuration import Config, UserError
+from storage.byte_code import byte_code_variables
 from storage.compile_archive import Manifest, RejectedArtifact, package
 from storage.compile_cache import (
     Current,
@@ -109,6 +110,7 @@ class CompileSession:
         self._run_name = run_name
         self._current = Current(etag=None, manifest_name=None)
         self._folder = CacheFolder(fingerprint)
+        self._byte_code: dict[str, str] = {}
         self._store_is_behind = False
         self._settled = False
         self._reporting = threading.Lock()
@@ -139,9 +141,11 @@ class CompileSession:
         Raises:
             UserError: the wished version does not exist or cannot be pinned, or the local root is not usable.
         """
-        environment = environment_here({**FIXED_VARIABLES, **(variables or {})})
+        byte_code = byte_code_variables(config.root)
+        environment = environment_here({**FIXED_VARIABLES, **byte_code, **(variables or {})})
         fingerprint = Fingerprint(environment=environment, graphs=graphs, local_root=config.root)
         session = cls(store, fingerprint, config, ranks, run_name or f"{socket.gethostname()}-{os.getpid()}")
+        session._byte_code = byte_code
         try:
             session.prepare()
         except BaseException:
@@ -158,7 +162,7 @@ class CompileSession:
     def environment(self) -> dict[str, str]:
         """Variables that the ranks need before they import torch."""
         name = self.version.name if self.version else None
-        return environment_for_ranks(self.fingerprint, self.state, name)
+        return {**environment_for_ranks(self.fingerprint, self.state, name), **self._byte_code}
 
     def prepare(self) -> None:
         """Take the folder and fill it. `open` calls it."""

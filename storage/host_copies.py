@@ -8,11 +8,15 @@ product fills the GPU, one after the other.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from storage.codec import Codec, Symbols
+
+TRITON = importlib.util.find_spec("triton") is not None
+"""Without it, which CUDA builds of torch bring along, a GPU is waited for once a cell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +46,7 @@ class HostCopies:
         if not states_TD.is_cuda:
             symbols = self._codec.encode_on_device(states_TD, scale_D)
             return HostCopy(symbols, None, symbols, states_TD, scale_D)
-        room = int(states_TD.numel() * self.OUTLIERS_EXPECTED)
+        room = int(states_TD.numel() * self.OUTLIERS_EXPECTED) if TRITON else None
         symbols = self._codec.encode_on_device(states_TD, scale_D, outlier_room=room)
         if self._stream is None:
             self._stream = torch.cuda.Stream(states_TD.device)

@@ -53,6 +53,26 @@ def test_cells_and_states_are_the_same_bits_on_both_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7), (300, 33), (1000, 512), (17, 5120)])
+def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str, tokens: int, width: int) -> None:
+    codec = parse_codec(name)
+    states_TD, scale_D = realistic_states(tokens, width), torch.rand(width) + 0.5
+    states_TD[0, 5], states_TD[tokens // 2, 6], states_TD[-1, -1] = torch.nan, torch.inf, -torch.inf
+    exact = codec.encode_on_device(states_TD, scale_D)
+    states_TD, scale_D = states_TD.cuda(), scale_D.cuda()
+    for room in (exact.header.outliers, exact.header.outliers + 1, exact.header.outliers + 1000):
+        rough = codec.encode_on_device(states_TD, scale_D, outlier_room=room).to("cpu")
+        settled = rough.settled()
+        assert settled is not None and settled.header == exact.header
+        assert codec.to_bytes(settled) == codec.to_bytes(exact)
+        assert settled.error.relative_error == pytest.approx(exact.error.relative_error, rel=1e-5)
+        assert settled.error.energy_error == pytest.approx(exact.error.energy_error, rel=1e-5)
+        assert settled.error.scaled_values == exact.error.scaled_values
+    if codec.needs_scales:
+        assert codec.encode_on_device(states_TD, scale_D, outlier_room=2).settled() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_decoding_does_not_wait_for_the_device(name: str) -> None:
     codec, states_TD = parse_codec(name), realistic_states(100, 64)
     symbols = codec.encode_on_device(states_TD, torch.ones(64)).to("cuda")

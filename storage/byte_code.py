@@ -1,0 +1,50 @@
+"""Byte code for the processes of a run, where their environment keeps none.
+
+Images and installers often leave Python's byte code out, and their folders cannot be written to: then every
+process compiles torch from its sources, which takes longer than a restored start has left otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from storage.compile_folder import private_folder
+
+FOLDER = "byte-code"
+
+
+def kept_beside_sources(package: str = "torch") -> bool:
+    """Whether `package` lies there compiled or will once it is imported, or the user has chosen a folder."""
+    source = getattr(importlib.util.find_spec(package), "origin", None)
+    if source is None or "PYTHONPYCACHEPREFIX" in os.environ:
+        return True
+    file = Path(importlib.util.cache_from_source(source))
+    return file.exists() or (not sys.dont_write_bytecode and os.access(Path(source).parent, os.W_OK))
+
+
+def byte_code_variables(root: str, package: str = "torch") -> dict[str, str]:
+    """Return variables under which Python keeps byte code below `root`; none where it does so already.
+
+    Python takes a file of byte code for that of a source of the same path, size and time, so each set of
+    installed packages has its own folder.
+
+    Raises:
+        UserError: others may write below `root`.
+    """
+    if kept_beside_sources(package):
+        return {}
+    private_folder(Path(root))
+    return {
+        "PYTHONPYCACHEPREFIX": str(Path(root) / FOLDER / _installed()),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
+def _installed() -> str:
+    found = (f"{part.metadata['Name']} {part.version}" for part in importlib.metadata.distributions())
+    return hashlib.sha256("\n".join([sys.prefix, *sorted(found)]).encode()).hexdigest()[:16]

@@ -1,0 +1,81 @@
+"""Byte code is kept where the environment keeps none, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_core.configuration import UserError
+from storage.byte_code import byte_code_variables
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that was installed without byte code."""
+    folder = tmp_path / "site" / "a_package"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    return folder
+
+
+def imported(variables: dict[str, str]) -> None:
+    """Import the package in a process of its own."""
+    code = "import a_package; assert a_package.VALUE == 1"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, check=True)
+
+
+def test_a_folder_that_python_writes_to_is_left_alone(package: Path, tmp_path: Path) -> None:
+    assert byte_code_variables(str(tmp_path / "root"), "a_package") == {}
+    imported({"PYTHONDONTWRITEBYTECODE": ""})
+    assert list(package.rglob("*.pyc"))
+    assert not (tmp_path / "root").exists()
+
+
+def test_byte_code_that_may_not_lie_beside_its_source_is_kept_below_the_root(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # as many images set it
+    root = tmp_path / "root"
+    variables = byte_code_variables(str(root), "a_package")
+    imported(variables)
+    (kept,) = root.rglob("a_package/*.pyc")
+    assert not list(package.rglob("*.pyc"))
+    before = kept.stat().st_mtime_ns
+    imported(variables)  # finds it
+    assert kept.stat().st_mtime_ns == before
+    (package / "__init__.py").write_text("VALUE = 1  # and something else\n")
+    imported(variables)  # a source of another size is compiled again
+    assert kept.stat().st_mtime_ns > before
+
+
+def test_what_is_compiled_already_or_chosen_by_the_user_stays(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported({"PYTHONDONTWRITEBYTECODE": ""})
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert byte_code_variables(str(tmp_path / "root"), "a_package") == {}
+    for file in package.rglob("*.pyc"):
+        file.unlink()
+    assert byte_code_variables(str(tmp_path / "root"), "a_package") != {}
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "theirs"))
+    assert byte_code_variables(str(tmp_path / "root"), "a_package") == {}
+    assert byte_code_variables(str(tmp_path / "root"), "no_such_package") == {}
+
+
+def test_a_root_that_others_may_write_to_is_refused(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(UserError, match="can be written by others"):
+        byte_code_variables(str(root), "a_package")
