@@ -1,4 +1,4 @@
-"""Progress bars for a person at a terminal; silent unless `bars` is open."""
+"""Progress for a person: bars at a terminal, lines in a log; silent unless `bars` is open."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 _open: Progress | None = None
 _bars: dict[str, TaskID] = {}
+_said: dict[str, int] = {}
+LINES = 10
+"""Of each name, where there is no terminal."""
 
 
 def tell(name: str, fraction: float) -> None:
     """Move the bar of this name to a share of 1; does nothing unless `bars` is open."""
     if _open is None:
+        return
+    if not _open.console.is_terminal:
+        lines = int(fraction * LINES)
+        if lines > _said.get(name, 0):
+            _said[name] = lines
+            _open.console.print(f"{name}: {min(1.0, fraction):.0%}")
         return
     if name not in _bars:
         _bars[name] = _open.add_task(name, total=1.0)
@@ -33,3 +42,4 @@ def bars() -> Iterator[Console]:
         finally:
             _open = None
             _bars.clear()
+            _said.clear()
