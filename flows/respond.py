@@ -56,7 +56,7 @@ class RespondConfig(Config):
     part_records: int = Field(default=512, ge=1)
     """Records of an output file: what is lost at most when a run is interrupted."""
     limit: int | None = None
-    """Stop after this many records."""
+    """Stop after this many records. When it is raised, only the part that it cut short is done again."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """The run fails when more than this fraction of the records is unusable."""
     device: str = "auto"
@@ -102,7 +102,7 @@ def respond(
     parts, seen, resumed, tokens = [], 0, 0, 0
     for number, chunk in enumerate(_chunks(config)):
         part = _part_path(folder, number)
-        if part.exists():
+        if _covered(part, number) >= len(chunk):
             resumed += _count_lines(part)
         else:
             told = (lambda done, base=seen: progress(base + done, config.limit)) if progress else None
@@ -169,6 +169,7 @@ def _write_part(
         else:
             lines.append(json.dumps(conversation.record(), ensure_ascii=False))
     problem_lines = [json.dumps(problem, ensure_ascii=False) for problem in problems]
+    part.unlink(missing_ok=True)  # one that covers less must never stand beside the problems of this one
     _write_whole(_problems_path(part.parent, number), problem_lines)
     _write_whole(part, lines)
     return tokens
@@ -192,6 +193,16 @@ def _part_path(folder: Path, number: int) -> Path:
 def _problems_path(folder: Path, number: int) -> Path:
     """Readers of the folder leave out names that begin with an underscore."""
     return folder / f"_problems-{number:05d}.jsonl"
+
+
+def _covered(part: Path, number: int) -> int:
+    """Records that a part was made of, each a line of its own or of its problems'; 0 where there is none.
+
+    A part that an earlier run's `limit` cut short covers fewer than it would now, and is written anew.
+    """
+    if not part.exists():
+        return 0
+    return _count_lines(part) + _count_lines(_problems_path(part.parent, number))
 
 
 def _problems(folder: Path, num_parts: int) -> list[dict[str, Any]]:

@@ -168,6 +168,25 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path, server: Server) 
     assert len(server.asked) == before, "a finished run asks nothing"
 
 
+def test_a_part_that_a_smaller_limit_cut_short_is_written_anew(tmp_path: Path, server: Server) -> None:
+    records = [chat("unspeakable" if i in (1, 4) else f"question {i}") for i in range(9)]
+    source = write_input(tmp_path, records)
+    endpoint = EndpointConfig(url=server.url, model="tiny")
+    config = settings(tmp_path, source, endpoint=endpoint, part_records=4, max_bad_fraction=0.5)
+    whole = respond(config.model_copy(update={"output": str(tmp_path / "whole")}))
+    assert whole.written + sum(whole.bad.values()) == 9 and whole.bad["server refused"] == 2
+
+    for limit in (2, 6):
+        cut = respond(config.model_copy(update={"limit": limit}))
+        assert cut.written + sum(cut.bad.values()) == limit
+    again = respond(config)
+    assert 0 < again.resumed < again.written, "the part that was whole is kept"
+    assert again.bad == whole.bad and read_output(again) == read_output(whole)
+    before = len(server.asked)
+    respond(config.model_copy(update={"limit": 2}))
+    assert len(server.asked) == before and read_output(again) == read_output(whole), "it undoes nothing"
+
+
 def test_signs_of_life_come_within_a_part(
     tmp_path: Path, tiny_target_dir: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
