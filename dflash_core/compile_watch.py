@@ -11,7 +11,7 @@ The launcher starts ranks with `environment_for_ranks(...)`. A rank then does
     ...device, model, data...
     watch.start()                                      # before the first compiled call
     ...one full step: forward, backward, optimizer; and one evaluation step...
-    print(watch.report(rank=rank).line(), flush=True)  # {"kind": "compile_report", ...}
+    say(**watch.report(rank=rank).model_dump(mode="json"))  # {"kind": "compile_report", ...}
     watch.forbid("error")                              # from here on a recompile stops the run
 """
 
@@ -115,10 +115,6 @@ class CompileReport(Config):
     def compiled(self) -> bool:
         """Whether anything at all was compiled."""
         return bool(self.reasons)
-
-    def line(self) -> str:
-        """Return one line of JSON."""
-        return self.model_dump_json()
 
 
 def environment_for_ranks(

@@ -52,7 +52,7 @@ def main() -> None:
     watch.mark("first step")
     say("first_step", rank=world.rank, seconds=round(seconds_since_process_start(), 3))
     trainer.validate([row])
-    print(watch.report(rank=world.rank).line(), flush=True)
+    say(**watch.report(rank=world.rank).model_dump(mode="json"))
     leave_world(world)
 
 

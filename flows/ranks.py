@@ -12,12 +12,13 @@ import ctypes
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from flows.launch import OnMessage, ignore, python_module, visible_gpus
 TAIL_LINES = 80
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between SIGTERM and SIGKILL; `wait_for_ranks` makes it count with every torch."""
+PIECE_CHARACTERS = (select.PIPE_BUF - 128) // 2
+"""Of a message that is told in pieces: quotes and backslashes count twice, names and numbers go with it."""
 START_S = 120.0
 """Silence that is forgiven at least until the first line: a busy machine imports torch slowly."""
 
@@ -104,6 +107,7 @@ def _follow(
     threading.Thread(target=read, name="ranks", daemon=True).start()
     first_error: dict[str, Any] | None = None
     tail: deque[str] = deque(maxlen=TAIL_LINES)
+    pieces: defaultdict[int, str] = defaultdict(str)
     patience = None if silence_timeout_s is None else max(silence_timeout_s, START_S)
     while True:
         try:
@@ -114,6 +118,11 @@ def _follow(
         if line is None:
             return first_error, list(tail)
         message = _parse(line)
+        if message["kind"] == "piece":
+            pieces[message["thread"]] += message["text"]
+            if message["left"]:
+                continue
+            message = _parse(pieces.pop(message["thread"]))
         if message["kind"] == "error":
             first_error = first_error or message
         elif message["kind"] == "stderr":
@@ -173,9 +182,22 @@ def descendants(root: int) -> list[int]:
 
 
 def say(kind: str, **fields: Any) -> None:
-    """Send one message from a rank to the parent."""
-    # One write of one line: the ranks share the pipe.
-    sys.stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
+    """Send one message from a rank to the parent. Of any length: it arrives whole."""
+    # The ranks share the pipe, which keeps a write together up to PIPE_BUF bytes.
+    line = json.dumps({"kind": kind, **fields})
+    if len(line) < select.PIPE_BUF:
+        _write_line(line)
+        return
+    starts = range(0, len(line), PIECE_CHARACTERS)
+    for left, start in zip(reversed(range(len(starts))), starts, strict=True):
+        text = line[start : start + PIECE_CHARACTERS]
+        _write_line(
+            json.dumps({"kind": "piece", "thread": threading.get_native_id(), "left": left, "text": text})
+        )
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 

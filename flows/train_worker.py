@@ -44,7 +44,7 @@ from dflash_core.training import (
     make_trainer,
 )
 from flows.config import TrainConfig
-from flows.ranks import serve_rank
+from flows.ranks import say, serve_rank
 from flows.train_data import StepPlace, TrainingData
 from flows.train_log import SCORE, TrainLog
 from flows.train_meter import TrainMeter
@@ -199,7 +199,7 @@ class TrainLoop:
         self._watch.mark("first step")
         self._trainer.validate([row])
         self._clock.forget()
-        print(self._watch.report(rank=self._world.rank).line(), flush=True)
+        say(**self._watch.report(rank=self._world.rank).model_dump(mode="json"))
         self._watch.forbid("error" if self._config.on_recompile == "stop" else "warn")
 
     def _between_steps(self, place: StepPlace) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from dflash_core.compile_watch import CompileReport
 from dflash_core.configuration import UserError
 from flows.ranks import RanksFailed, run_ranks
 from tests.flows.test_launch import wait_until_gone
+from tests.flows.toy_rank import compile_report
 
 TOY = "tests.flows.toy_rank"
 
@@ -25,6 +29,17 @@ def test_ranks_speak_and_end() -> None:
     heard: list[dict[str, Any]] = []
     run_ranks(TOY, ["fine"], ranks=2, on_message=heard.append)
     assert [(m["rank"], m["world"]) for m in hellos(heard)] == [(0, "2"), (1, "2")]
+
+
+def test_long_messages_arrive_whole_from_ranks_that_share_a_pipe() -> None:
+    heard: list[dict[str, Any]] = []
+    run_ranks(TOY, ["reports"], ranks=4, on_message=heard.append)
+    reports = [m for m in heard if m["kind"] == "compile_report"]
+    assert len(json.dumps(reports[0])) > 30_000
+    for report in map(CompileReport.model_validate, reports):
+        assert report == compile_report(report.rank)
+    assert Counter(m["rank"] for m in reports) == dict.fromkeys(range(4), 100)
+    assert {m["kind"] for m in heard} == {"hello", "compile_report"}
 
 
 def test_the_callers_environment_counts() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+from dflash_core.compile_watch import CacheCounts, CompileReport
 from dflash_core.configuration import UserError
 from flows.ranks import say, serve_rank
 
@@ -22,6 +23,9 @@ def main() -> None:
         world=os.environ["WORLD_SIZE"],
         threads=os.environ["OMP_NUM_THREADS"],
     )
+    if fault == "reports":
+        for _ in range(100):
+            say(**compile_report(rank).model_dump(mode="json"))
     if rank == 1 and fault == "user":
         raise UserError("mend this")
     if rank == 1 and fault == "error":
@@ -31,8 +35,28 @@ def main() -> None:
         raise RuntimeError("the other one does not hear")
     if rank == 1 and fault == "kill":
         os.kill(os.getpid(), 9)
-    if fault != "fine":
+    if fault not in ("fine", "reports"):
         time.sleep(3600)
+
+
+def compile_report(rank: int) -> CompileReport:
+    """The report of a cold start, some 35 KB long."""
+    files = tuple(f'triton/{"X" * 52}/a kernel of "rank {rank}", {i}.cubin' for i in range(400))
+    nothing = CacheCounts.model_validate(dict.fromkeys(CacheCounts.model_fields, 0))
+    return CompileReport(
+        rank=rank,
+        start="cold",
+        fingerprint=None,
+        cache_dir=None,
+        device="cpu",
+        seconds_since_process_start=1.0,
+        events={},
+        event_threads=(),
+        caches=nothing,
+        recompile_reasons=(),
+        new_kernel_files=files,
+        new_files=len(files),
+    )
 
 
 if __name__ == "__main__":

@@ -59,9 +59,7 @@ def report(
         new_files=6 if compiled else 0,
         reasons=("1 aot cache misses",) if compiled else (),
     )
-    message = json.loads(made.line())
-    assert isinstance(message, dict)
-    return message
+    return made.model_dump(mode="json")
 
 
 def started(store: Store, ours: Fingerprint, ranks: int = 1, **options: Any) -> CompileSession:
