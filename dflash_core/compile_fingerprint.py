@@ -212,17 +212,24 @@ def environment_here(variables: Mapping[str, str] | None = None, timeout: float 
         variables: added to the environment of the child, as they will be to that of the ranks.
 
     Raises:
-        UserError: the child failed; its own words are in the message.
+        UserError: the child failed, its own words are in the message; or it took longer than `timeout`
+            seconds.
     """
     command = [sys.executable, "-m", "dflash_core.compile_fingerprint"]
-    child = subprocess.run(
-        command,
-        env={**os.environ, **(variables or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    try:
+        child = subprocess.run(
+            command,
+            env={**os.environ, **(variables or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"importing torch and asking the GPU's driver took longer than {timeout:g} s in a process of its "
+            "own: see whether nvidia-smi answers and whether the disk with Python's packages is slow"
+        ) from None
     if child.returncode != 0:
         raise UserError(f"cannot describe the environment of the ranks: {child.stderr.strip()[-2000:]}")
     return Environment.model_validate_json(child.stdout.splitlines()[-1])

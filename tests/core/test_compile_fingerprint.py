@@ -50,6 +50,11 @@ def test_a_child_that_fails_is_quoted() -> None:
         environment_here({"PYTHONHOME": "/nonexistent"})
 
 
+def test_a_child_that_hangs_is_given_up_in_words() -> None:
+    with pytest.raises(UserError, match=r"took longer than 0\.01 s .* see whether nvidia-smi"):
+        environment_here(timeout=0.01)
+
+
 def test_differences_are_words(tmp_path: Path) -> None:
     ours = fingerprint(tmp_path)
     theirs = fingerprint(
