@@ -270,10 +270,15 @@ class Checkpoints:
         return sorted(_step_of(key) for key in keys if key.endswith(".json"))
 
     def best(self) -> Best | None:
-        """The best checkpoint, None when nothing was validated yet, or it has been deleted."""
+        """The best checkpoint, None when nothing was validated yet, or it is deleted or damaged."""
         try:
             best = Best.model_validate_json(self._store.get(BEST_KEY))
         except ObjectNotFound:
+            return None
+        except ValidationError:
+            log.warning(
+                "%s/%s is damaged and does not count: no checkpoint is the best", self._store.uri, BEST_KEY
+            )
             return None
         return best if best.optimizer_step in self.steps() else None
 

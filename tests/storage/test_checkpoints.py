@@ -141,6 +141,20 @@ def test_a_checkpoint_that_was_deleted_is_not_the_best(store: Store) -> None:
     assert best is not None and best.score == 2.0
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"optimizer_step": 5, "sco', b"\xff\xfe"])
+def test_a_damaged_note_of_the_best_is_none_and_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, torn: bytes
+) -> None:
+    store = open_store(tmp_path)
+    save_all(store, [5], scores={5: 9.0})
+    store.put_bytes("best.json", torn, overwrite=True)
+    assert Checkpoints(store, IDENTITY, keep=2).best() is None
+    assert "best.json is damaged" in caplog.text
+    save_all(store, [10], scores={10: 2.0})  # also on the thread that writes
+    best = Checkpoints(store, IDENTITY, keep=2).best()
+    assert best is not None and best.optimizer_step == 10
+
+
 def test_tensors_without_a_record_do_not_exist(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save_all(store, [5, 10])
