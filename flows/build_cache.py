@@ -51,7 +51,7 @@ def build_for_training(config: TrainConfig, on_message: OnMessage = ignore) -> d
             drafter,
             config.training,
             config.cache,
-            store=open_compile_store(config.cache, dataset.uri.rpartition("/")[0]),
+            store=open_compile_store(config.cache, dataset.uri),
             gpus=gpus,
             ranks=1 if gpus else config.cpu_ranks,
             run_name=f"build for {config.output}",

@@ -165,7 +165,7 @@ def _compile_session(
     if config.cache is None or not (slots[0] != "cpu" if compiles is None else compiles):
         yield None
         return
-    store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
+    store = open_compile_store(config.cache, dataset.uri)
     _, text = load_text_config(config.target.path, config.target.revision)
     graphs = extraction_graphs(config.target, json.loads(text.to_json_string(use_diff=False)))
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(slots[0]))}

@@ -205,7 +205,7 @@ def _compile_session(
     if not config.training.compiles_on("cuda" if gpus else "cpu") or config.cache is None:
         yield None
         return
-    store = open_compile_store(config.cache, dataset.uri.rpartition("/")[0])
+    store = open_compile_store(config.cache, dataset.uri)
     with CompileSession.open(
         store,
         training_graphs(drafter, config.training),

@@ -82,13 +82,22 @@ class CompileCacheConfig(Config):
         return os.environ.get(self.signing_key_variable, "").encode() or None
 
 
-def open_compile_store(cache: CompileCacheConfig, beside: str | None = None) -> Store:
-    """Open the store of compile caches: `cache.uri`, or `compile-cache` below the store of the data sets."""
+def open_compile_store(cache: CompileCacheConfig, dataset_uri: str | None = None) -> Store:
+    """Open the store of compile caches: `cache.uri`, or `compile-cache` beside the data set.
+
+    Raises UserError when `cache.uri` is missing and there is no data set, or nothing lies beside it.
+    """
     if cache.uri is not None:
         return open_store(cache.uri)
-    if beside is None:
-        raise UserError("say where compile caches lie: set cache.uri to a folder or s3://bucket/prefix")
-    return open_store(beside).child("compile-cache")
+    wanted = "set cache.uri to a folder or s3://bucket/prefix"
+    if dataset_uri is None:
+        raise UserError(f"say where compile caches lie: {wanted}")
+    parent = dataset_uri.rpartition("/")[0]
+    if parent.endswith("/"):  # "s3:/" of a bucket, "file://" of /
+        raise UserError(
+            f"compile caches cannot lie beside {dataset_uri}, which has no folder above it: {wanted}"
+        )
+    return open_store(parent).child("compile-cache")
 
 
 class CompileSession:
