@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -458,11 +458,16 @@ def write(bench: Bench) -> None:
         dataset.publish_scales(calibration.scales())
         bench.wait()
         start = time.monotonic()
-        tokens = sum(counted(target, of_shard)() for of_shard in shards)
+        alone_clock = DeviceClock(bench)
+        for of_shard in shards:
+            for captured in alone_clock.batches(captures(target, of_shard)):
+                del captured
+        tokens = sum(sample.num_tokens for of_shard in shards for sample in of_shard)
         bench.wait()
         alone = time.monotonic() - start
         start = time.monotonic()
-        sizes, ends = write_shards(bench, target, dataset)
+        clock = DeviceClock(bench)
+        sizes, ends = write_shards(bench, target, dataset, clock)
         seconds = ends[-1] - start
         steady_tokens = sum(planned.tokens for planned in dataset.plan.shards[1:])
         steady = steady_tokens / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0
@@ -477,13 +482,54 @@ def write(bench: Bench) -> None:
         write_share=1 - alone / seconds,
         steady_tokens_per_second=round(steady, 1),
         steady_write_share=1 - steady / (tokens / alone),
+        device_seconds=clock.seconds(),
+        device_seconds_alone=alone_clock.seconds(),
         seconds_between_shards=[round(b - a, 3) for a, b in itertools.pairwise([start, *ends])],
         bytes_per_token=sum(sizes) / tokens,
         tflops=tokens / seconds * bench.layer_flops() / 1e12,
     )
 
 
-def write_shards(bench: Bench, target: Target, dataset: Dataset) -> tuple[list[int], list[float]]:
+class DeviceClock:
+    """Where the device's time goes: forwards, encoding, nothing."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._on_gpu = bench.device.type == "cuda"
+        self._events: list[list[torch.cuda.Event]] = []
+
+    def batches(self, batches: Iterator[list[CapturedSample]]) -> Iterator[list[CapturedSample]]:
+        """Pass batches on, noting where the device begins and ends each one's forward."""
+        while True:
+            events = [self._now()]
+            captured = next(batches, None)
+            if captured is None:
+                return
+            events.append(self._now())
+            yield captured
+            del captured
+            events.append(self._now())
+            self._events.append(events)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of forwards, of encoding, and of idling between batches; the longest of the last."""
+        if not self._on_gpu or len(self._events) < 2:
+            return {}
+        torch.cuda.synchronize()
+        forward = [begin.elapsed_time(captured) for begin, captured, _ in self._events]
+        encode = [captured.elapsed_time(encoded) for _, captured, encoded in self._events]
+        idle = [end.elapsed_time(begin) for (*_, end), (begin, *_) in itertools.pairwise(self._events)]
+        named = {"forward": sum(forward), "encode": sum(encode), "idle": sum(idle), "longest_idle": max(idle)}
+        return {name: round(value / 1e3, 3) for name, value in named.items()}
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return None
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+
+def write_shards(
+    bench: Bench, target: Target, dataset: Dataset, clock: DeviceClock
+) -> tuple[list[int], list[float]]:
     """Write every planned shard, closing one while the next is captured; sizes, and when each was done."""
     from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -498,7 +544,7 @@ def write_shards(bench: Bench, target: Target, dataset: Dataset) -> tuple[list[i
     with ThreadPoolExecutor(2) as pool:
         for planned in dataset.plan.shards:
             writer = ShardWriter(dataset, planned.shard, None, config)
-            for captured in captures(target, dataset.samples(planned.shard)):
+            for captured in clock.batches(captures(target, dataset.samples(planned.shard))):
                 for item in captured:
                     writer.add(item)
                 del captured
