@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_core.configuration import UserError
+from flows.devices import visible_gpus
 from flows.worker_process import (
     JobError,
     JobFailed,
@@ -18,7 +19,6 @@ from flows.worker_process import (
     WorkerDied,
     ignore,
     python_module,
-    visible_gpus,
 )
 
 __all__ = [

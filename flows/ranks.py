@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.configuration import UserError
-from flows.launch import OnMessage, ignore, python_module, visible_gpus
+from flows.devices import held_locks, visible_gpus
+from flows.launch import OnMessage, ignore, python_module
 
 TAIL_LINES = 80
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -74,6 +75,7 @@ def run_ranks(
         errors="replace",
         env=env,
         start_new_session=True,
+        pass_fds=held_locks(),  # torchrun ends after its ranks, or they with it
     )
     try:
         first_error, tail = _follow(process, silence_timeout_s, on_message)

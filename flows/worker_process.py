@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_core.configuration import UserError
+from flows.devices import held_locks, visible_gpus
 from storage.object_store import StoreError
 
 Message = dict[str, Any]
@@ -76,6 +77,7 @@ class _Process:
             env=environment,
             # Ctrl-C goes to the whole terminal group: the parent alone decides how the workers end.
             start_new_session=True,
+            pass_fds=held_locks(),
         )
         self.pid = self._popen.pid
         for read in (self._read_stdout, self._read_stderr):
@@ -317,18 +319,6 @@ class Worker:
         with self._lock:
             if self._process is not None:
                 self._process.stop(STOP_GRACE_S)
-
-
-def visible_gpus(slot: str) -> list[str]:
-    """Return the GPUs of a slot ("0", "2,3"; "cpu" has none) by the names that a child must be given.
-
-    Numbers count within CUDA_VISIBLE_DEVICES where that is set, as they do for everything else here.
-    """
-    gpus = [] if slot == "cpu" else [gpu.strip() for gpu in slot.split(",")]
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if names == [""]:
-        return gpus
-    return [names[int(gpu)] if gpu.isdigit() and int(gpu) < len(names) else gpu for gpu in gpus]
 
 
 def slot_environment(slot: str) -> dict[str, str]:
