@@ -152,27 +152,28 @@ def encode(
     grid = (triton.cdiv(tokens, ROWS), triton.cdiv(half, CHANNELS))
     sums_P4 = torch.empty(grid[0] * grid[1], 4, dtype=torch.float32, device=states_TD.device)
     count = torch.zeros(1, dtype=torch.int32, device=states_TD.device)
-    _encode[grid](
-        states_TD,
-        step_D,
-        scale_D,
-        states_TD if whole_TD is None else whole_TD,
-        states_TD if folded_TH is None else folded_TH,
-        position_N,
-        outlier_N,
-        count,
-        sums_P4,
-        tokens,
-        width,
-        half,
-        len(position_N),
-        float(limit),
-        0.5 - dead_zone,
-        DEAD_ZONE=dead_zone > 0,
-        WHOLE=whole_TD is not None,
-        SHIFT=shift,
-        FOLDED=folded_TH is not None,
-        R=ROWS,
-        C=CHANNELS,
-    )
+    with torch.cuda.device(states_TD.device):  # Triton launches on the current one
+        _encode[grid](
+            states_TD,
+            step_D,
+            scale_D,
+            states_TD if whole_TD is None else whole_TD,
+            states_TD if folded_TH is None else folded_TH,
+            position_N,
+            outlier_N,
+            count,
+            sums_P4,
+            tokens,
+            width,
+            half,
+            len(position_N),
+            float(limit),
+            0.5 - dead_zone,
+            DEAD_ZONE=dead_zone > 0,
+            WHOLE=whole_TD is not None,
+            SHIFT=shift,
+            FOLDED=folded_TH is not None,
+            R=ROWS,
+            C=CHANNELS,
+        )
     return sums_P4.sum(0, dtype=torch.float64), count
