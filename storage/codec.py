@@ -179,7 +179,8 @@ class Codec:
         `scale_D` (float32 [D]) is required by `tolerance`; the other codecs only use it to state their error.
         With `outlier_room` it does not wait: one Triton kernel does it all, on CUDA alone, and the symbols
         must be `settled` before they are coded.
-        Raises CodecError on a wrong dtype, shape or size, or when scales are missing.
+        Raises CodecError on a wrong dtype, shape or size, when scales are missing, or when states that lie
+        elsewhere are to be encoded without waiting.
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
@@ -211,6 +212,8 @@ class Codec:
         return _with_outliers(symbols, outliers, sums)
 
     def _encode_at_once(self, states_TD: Tensor, scale_D: Tensor, outlier_room: int) -> Symbols:
+        if not states_TD.is_cuda:
+            raise CodecError(f"room for outliers is for states on a GPU, and these are on {states_TD.device}")
         from dflash_core.quantise_kernel import encode
 
         symbols, step_D = self._empty_symbols(states_TD, scale_D, outlier_room)

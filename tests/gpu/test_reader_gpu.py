@@ -69,7 +69,13 @@ def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str, tok
         assert settled.error.energy_error == pytest.approx(exact.error.energy_error, rel=1e-5)
         assert settled.error.scaled_values == exact.error.scaled_values
     if codec.needs_scales:
-        assert codec.encode_on_device(states_TD, scale_D, outlier_room=2).settled() is None
+        for room in (0, 2):
+            assert codec.encode_on_device(states_TD, scale_D, outlier_room=room).settled() is None
+    states_TD = torch.randn(tokens, width, device="cuda").bfloat16()  # without an outlier, nor room for one
+    scale_D = torch.ones(width, device="cuda")
+    settled = codec.encode_on_device(states_TD, scale_D, outlier_room=0).to("cpu").settled()
+    assert settled is not None and settled.header.outliers == 0
+    assert codec.to_bytes(settled) == codec.to_bytes(codec.encode_on_device(states_TD, scale_D).to("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
