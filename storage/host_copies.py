@@ -8,15 +8,37 @@ product fills the GPU, one after the other.
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from storage.codec import Codec, Symbols
 
-TRITON = importlib.util.find_spec("triton") is not None
-"""Without it, which CUDA builds of torch bring along, a GPU is waited for once a cell."""
+log = logging.getLogger(__name__)
+
+
+@cache
+def encodes_without_waiting(codec: Codec, width: int, device: torch.device) -> bool:
+    """Whether the kernel for such cells can be built and launched; tried once, and warned of where it cannot.
+
+    Triton needs a C compiler and Python's headers, and a disk to keep what it built. Without the kernel the
+    device is waited for once a cell.
+    """
+    states_TD = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
+    try:
+        codec.encode_on_device(states_TD, torch.ones(width, device=device), outlier_room=1)
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
+    except Exception as error:  # noqa: BLE001  of Triton, a compiler or the disk, of any type
+        log.warning(
+            "codec %s goes without its kernel, and %s is waited for once a cell: %s: %s; see whether `dflash "
+            "doctor` finds a C compiler",
+            *(codec.name, device, type(error).__name__, error),
+        )
+        return False
+    return True
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +68,9 @@ class HostCopies:
         if not states_TD.is_cuda:
             symbols = self._codec.encode_on_device(states_TD, scale_D)
             return HostCopy(symbols, None, symbols, states_TD, scale_D)
-        room = int(states_TD.numel() * self.OUTLIERS_EXPECTED) if TRITON else None
+        room = None
+        if encodes_without_waiting(self._codec, states_TD.shape[-1], states_TD.device):
+            room = int(states_TD.numel() * self.OUTLIERS_EXPECTED)
         symbols = self._codec.encode_on_device(states_TD, scale_D, outlier_room=room)
         if self._stream is None:
             self._stream = torch.cuda.Stream(states_TD.device)

@@ -5,6 +5,9 @@ python -m pytest tests/gpu/test_writer_gpu.py
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,24 @@ def test_adding_a_sample_does_not_wait_for_the_device(tmp_path: Path, codec: str
             torch.cuda.set_sync_debug_mode("default")
         assert not done.query()
         writer.close()
+
+
+def test_without_a_compiler_it_says_so_once_and_writes_the_same(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.gpu.test_writer_gpu import *\n"
+        "dataset = made_dataset(Path(sys.argv[1]), made_spec('tolerance=0.1'), made_samples(40))\n"
+        "print(*write(dataset, 'cuda'))"
+    )
+    nowhere = {"CC": "/nonexistent/cc", "PATH": "", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cuda")],
+        env={**os.environ, **nowhere},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.count("goes without its kernel") == 1, child.stderr
+    dataset = made_dataset(tmp_path / "cpu", made_spec("tolerance=0.1"), made_samples(40))
+    assert child.stdout.split() == write(dataset, "cpu")
