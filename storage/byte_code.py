@@ -38,9 +38,12 @@ def byte_code_variables(root: str, package: str = "torch") -> dict[str, str]:
     """
     if kept_beside_sources(package):
         return {}
-    private_folder(Path(root))
+    folder = Path(root) / FOLDER
+    private_folder(folder.parent)
+    private_folder(folder)
+    folder.chmod(0o700)  # what Python makes in it may be open to the group
     return {
-        "PYTHONPYCACHEPREFIX": str(Path(root) / FOLDER / _installed()),
+        "PYTHONPYCACHEPREFIX": str(folder / _installed()),
         "PYTHONDONTWRITEBYTECODE": "",
     }
 

@@ -90,7 +90,7 @@ def private_folder(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise UserError(
-            f"{folder} belongs to another user or can be written by others, and kernels there are executed: "
+            f"{folder} belongs to another user or can be written by others, and what lies there is executed: "
             "set local_root of the compile cache to a folder of your own (mode 0700)"
         )
 

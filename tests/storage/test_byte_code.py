@@ -79,3 +79,26 @@ def test_a_root_that_others_may_write_to_is_refused(
     root.chmod(0o777)
     with pytest.raises(UserError, match="can be written by others"):
         byte_code_variables(str(root), "a_package")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_nobody_else_may_enter_where_python_makes_folders(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(mode)
+    umask = os.umask(0o002)
+    try:
+        imported(byte_code_variables(str(root), "a_package"))
+    finally:
+        os.umask(umask)
+    folder = root / "byte-code"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    byte_code_variables(str(root), "a_package")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o775)
+    with pytest.raises(UserError, match="can be written by others"):
+        byte_code_variables(str(root), "a_package")
