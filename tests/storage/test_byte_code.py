@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_core.configuration import UserError
-from storage.byte_code import byte_code_variables
+from storage.byte_code import OURS, byte_code_variables
 
 
 @pytest.fixture
@@ -102,3 +103,29 @@ def test_nobody_else_may_enter_where_python_makes_folders(
     folder.chmod(0o775)
     with pytest.raises(UserError, match="can be written by others"):
         byte_code_variables(str(root), "a_package")
+
+
+def test_sources_of_ours_that_change_get_another_folder(tmp_path: Path) -> None:
+    """Also where the edit changes neither the size nor the time of a file, as in images."""
+    for name in OURS:
+        shutil.copytree(
+            Path(__file__).parents[2] / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    code = f"from storage.byte_code import *; print(byte_code_variables('{tmp_path}/root', 'storage'))"
+
+    def variables() -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        found = subprocess.check_output(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, text=True
+        )
+        assert "byte-code" in found
+        return found
+
+    first = variables()
+    assert variables() == first
+    source = tmp_path / "flows" / "config.py"
+    before, text = source.stat(), source.read_text()
+    source.write_text(text.replace("e", "a", 1))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source.stat().st_size == before.st_size
+    assert variables() != first
