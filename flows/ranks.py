@@ -199,8 +199,9 @@ def say(kind: str, **fields: Any) -> None:
 
 
 def _write_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed: there is a last checkpoint to write
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def serve_rank(main: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ run_ranks({TOY!r}, ["hang"], ranks=2, on_message=lambda m: print(m.get("pid", ""
     parent.wait(20)
     for pid in pids:
         wait_until_gone(pid)
+
+
+def test_what_ranks_must_not_lose_is_written_though_nobody_listens_any_more(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    script = f"""
+from flows.ranks import run_ranks
+def told(message):
+    print(message.get("pid", ""), flush=True)
+
+run_ranks({TOY!r}, ["saving", {str(saved)!r}], ranks=1, on_message=told)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_until_gone(pid)
+    assert saved.exists()
 
 
 def test_gpus_and_ranks_must_agree() -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+from types import FrameType
 
 from dflash_core.compile_watch import CacheCounts, CompileReport
 from dflash_core.configuration import UserError
@@ -14,6 +16,8 @@ from flows.ranks import say, serve_rank
 
 def main() -> None:
     rank, fault = int(os.environ["RANK"]), sys.argv[1]
+    if fault == "saving":
+        signal.signal(signal.SIGTERM, save)
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say(
@@ -37,6 +41,13 @@ def main() -> None:
         os.kill(os.getpid(), 9)
     if fault not in ("fine", "reports"):
         time.sleep(3600)
+
+
+def save(number: int, frame: FrameType | None) -> None:
+    """Do what ours do when they are told to stop: they say their numbers, then write a checkpoint."""
+    say("metrics", text="long " * 2000)
+    Path(sys.argv[2]).touch()
+    sys.exit()
 
 
 def compile_report(rank: int) -> CompileReport:
