@@ -64,14 +64,21 @@ def normalise(record: Any, *, to_answer: bool = False) -> tuple[list[dict[str, A
 
 
 def record_id(record: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-    """Name a chat: its own `id` (or `sample_id`, `uuid`, `conversation_id`), else 32 hex of its content."""
+    """Name a chat: its own id, else 32 hex of its content."""
+    if (name := own_id(record)) is not None:
+        return name
+    text = json.dumps([messages, _tools(record)], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def own_id(record: dict[str, Any]) -> str | None:
+    """Return what a chat has as `id` (or `sample_id`, `uuid`, `conversation_id`). Raise ChatError."""
     for key in ("id", "sample_id", "uuid", "conversation_id"):
         value = record.get(key)
         if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
             _check_unicode(value)
             return str(value)
-    text = json.dumps([messages, _tools(record)], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return None
 
 
 def _check_unicode(value: Any) -> None:

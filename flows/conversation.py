@@ -15,7 +15,8 @@ from flows.answer import Answer
 class Conversation:
     """One chat on its way: what is said already, and what the people in it still have to say."""
 
-    sample_id: str
+    sample_id: str | None
+    """None where the chat has no id of its own: one made of its content would say nothing of the answers."""
     where: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -63,8 +64,9 @@ class Conversation:
             {**message, "supervised": False} if "reasoning_content" in message and i != last else message
             for i, message in enumerate(self.said)
         ]
+        name = {} if self.sample_id is None else {"id": self.sample_id}
         tools = {"tools": self.tools} if self.tools else {}
-        return {"id": self.sample_id, "messages": messages, **tools, "finish_reason": self.finish_reason}
+        return {**name, "messages": messages, **tools, "finish_reason": self.finish_reason}
 
     def _keeps(self, position: int) -> bool:
         with_tools = self.tools is not None or any(message["role"] == "tool" for message in self.messages)

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError, fingerprint
 from dflash_core.distributed import own_device
-from dflash_core.messages import ChatError, normalise, record_id
+from dflash_core.messages import ChatError, normalise, own_id
 from dflash_core.respond import GenerationSettings, Responder
 from flows.answer import Answer, EndpointConfig, LocalAnswers, endpoint_answers
 from flows.conversation import Conversation, answer_turns
@@ -179,7 +179,7 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
     if isinstance(record, UnreadableRecord):
         raise ChatError("not JSON", record.error)
     messages, tools = normalise(record, to_answer=True)
-    return Conversation(record_id(record, messages), where, messages, tools)
+    return Conversation(own_id(record), where, messages, tools)
 
 
 def _problem(where: str, error: ChatError) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,15 +47,15 @@ class Server:
         self.responder = responder
         self.asked: list[dict[str, Any]] = []
         self.failures: list[int] = []
-        self.seconds = 0.0
-        """How long an answer takes at least."""
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                time.sleep(outer.seconds)
+                assert outer.may_answer.wait(60)
                 status, reply = outer.answer(self.path, body, self.headers.get("Authorization"))
                 data = json.dumps(reply).encode()
                 self.send_response(status)
@@ -134,6 +133,7 @@ def test_endpoint_and_local_target_write_the_same_and_the_output_is_input_again(
     assert sum("tools" in asked for asked in server.asked) == 1
 
     assert output[1]["id"] == "two" and output[2]["tools"] == tools
+    assert "id" not in output[0], "two answers to one prompt are two chats"
     for record in output:
         written, _ = normalise(record)
         assert "not the target's" not in json.dumps(record)
@@ -195,6 +195,8 @@ def test_signs_of_life_come_within_a_part(
 
     def hear(done: int, _total: int | None) -> None:
         heard.append(done)
+        if heard.count(0) == 5:
+            server.may_answer.set()
 
     here = settings(
         *(tmp_path, source), output=str(tmp_path / "here"), target=str(tiny_target_dir), batch_size=1
@@ -204,7 +206,7 @@ def test_signs_of_life_come_within_a_part(
 
     heard.clear()
     monkeypatch.setattr("flows.answer._ALIVE_EVERY_S", 0.05)
-    server.seconds = 0.5
+    server.may_answer.clear()
     respond(settings(tmp_path, source, endpoint=EndpointConfig(url=server.url, model="tiny"), limit=1), hear)
     assert heard.count(0) >= 5, "a request that takes long is no silence"
 
