@@ -32,6 +32,8 @@ class Sample:
     """int32 [T]."""
     loss_mask_T: np.ndarray
     """bool [T]: True where the token was written by the assistant and is to be learnt."""
+    where: str = ""
+    """Where the chat was read, such as "chats.jsonl:12": for messages, not stored."""
 
     @property
     def num_tokens(self) -> int:

@@ -74,8 +74,9 @@ class ExtractConfig(Config):
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """The run fails when a larger share of the chats cannot be used at all."""
     duplicate_ids: Literal["error", "drop"] = "drop"
-    """What to do with a second chat of the same id: "drop" keeps the first and says how many went, "error"
-    ends the run. A chat without an id has its content for one."""
+    """What to do with a chat that comes again, of the same id and tokens: "drop" keeps the first and says how
+    many went, "error" ends the run. A chat without an id has its content for one. Another chat under a known
+    id is left out with "drop", and counts as one that cannot be used (see `max_bad_fraction`)."""
     chat: ChatConfig = ChatConfig()
     """How chats become tokens."""
     target: TargetConfig

@@ -8,7 +8,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_core.chat import ChatEncoder
@@ -37,7 +37,6 @@ class ChatTally:
     """What became of the chats that were read."""
 
     read: int = 0
-    kept: int = 0
     filtered: Counter[str] = field(default_factory=Counter)
     """Sound chats that give no sample, by reason."""
     bad: Counter[str] = field(default_factory=Counter)
@@ -45,11 +44,18 @@ class ChatTally:
     examples: list[str] = field(default_factory=list)
     """The first bad records: place and reason."""
 
-    def spoil(self, where: str, reason: str, detail: str) -> None:
-        """Count a bad record."""
+    @property
+    def kept(self) -> int:
+        """Chats that give a sample; those that were dropped for being there twice count too."""
+        return self.read - self.bad.total() - self.filtered.total()
+
+    def spoil(self, where: str, reason: str, detail: str, max_bad_fraction: float) -> None:
+        """Count a bad record. Raises UserError as `check`, once there are enough to judge by."""
         self.bad[reason] += 1
         if len(self.examples) < EXAMPLES_SHOWN:
             self.examples.append(f"{where}: {detail}")
+        if self.read >= ENOUGH_TO_JUDGE:
+            self.check(max_bad_fraction)
 
     def check(self, max_bad_fraction: float) -> None:
         """Raise UserError when too large a share of the records is bad."""
@@ -91,13 +97,10 @@ def encode_chats(
     for where, encoding in _in_order(encode, itertools.islice(records, config.limit)):
         tally.read += 1
         try:
-            yield encoding.result()
-            tally.kept += 1
+            yield replace(encoding.result(), where=where)
         except ChatError as error:
             if error.unusable:
-                tally.spoil(where, error.reason, str(error))
-                if tally.read >= ENOUGH_TO_JUDGE:
-                    tally.check(config.max_bad_fraction)
+                tally.spoil(where, error.reason, str(error), config.max_bad_fraction)
             else:
                 tally.filtered[error.reason] += 1
     tally.check(config.max_bad_fraction)
@@ -146,7 +149,15 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
         tally = ChatTally()
         encoder = ChatEncoder(load_tokenizer(config.target.path, config.target.revision), config.chat)
         samples = encode_chats(config, encoder, sources, tally, target.mask_token_id)
-        dataset = create_dataset(store, config.name, spec, samples)
+
+        def clash(sample: Sample, first: str) -> None:
+            detail = (
+                f"{sample.sample_id!r} is the id of another chat too, {first}: give each chat an id of its "
+                "own, or none; a larger max_bad_fraction leaves the second out"
+            )
+            tally.spoil(sample.where, "id of another chat", detail, config.max_bad_fraction)
+
+        dataset = create_dataset(store, config.name, spec, samples, clash=clash)
         log.info("%s", tally.sentence())
     plan = dataset.plan
     if plan.duplicates_dropped:

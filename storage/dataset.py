@@ -43,7 +43,7 @@ from storage.dataset_spec import (
 from storage.index import Index, read_index
 from storage.manifest import manifest_of, record_bytes, total_error
 from storage.objects import ObjectExists, ObjectNotFound, Store, StoreConfig, StoreError, open_store
-from storage.planning import read_samples, write_plan
+from storage.planning import Clash, read_samples, write_plan
 from storage.shard_format import ShardCorrupt, ShardRecord, mend
 
 __all__ = [
@@ -426,14 +426,22 @@ class Dataset:
 
 
 def create_dataset(
-    store: Store, name: str, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None = None
+    store: Store,
+    name: str,
+    spec: DatasetSpec,
+    samples: Iterable[Sample],
+    scratch_dir: Path | None = None,
+    clash: Clash | None = None,
 ) -> Dataset:
     """Create `<name>-<fingerprint[:12]>/` on the store from a stream of samples, finish it, or return it.
 
     Memory is bounded by a few shards' tokens; a killed creation is finished by the same call.
     A finished one is returned without reading the stream.
-    Raises DatasetError: no samples, ids twice, a stream that differs from what was already written. After any
-    UserError of the stream's all that this call wrote is removed, unless somebody else wrote beside it.
+    A second sample of an id is left out with `spec.duplicate_ids` "drop": counted where its tokens are the
+    first one's, else told to `clash` (with where the first was read), before the next is taken.
+    Raises DatasetError: no samples, ids twice (with "drop": of other tokens, and no `clash`), a stream that
+    differs from what was already written. After any UserError of the stream's all that this call wrote is
+    removed, unless somebody else wrote beside it.
     """
     root = store.child(dataset_folder(name, spec))
     written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
@@ -446,7 +454,7 @@ def create_dataset(
     dataset = Dataset(root, spec)
     if not dataset._exists(PLAN_KEY):
         try:
-            write_plan(root, spec, samples, scratch_dir, created)
+            write_plan(root, spec, samples, scratch_dir, created, clash)
         except StoreError:
             raise  # the samples are sound: the same call goes on from here
         except UserError:

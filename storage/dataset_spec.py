@@ -35,7 +35,7 @@ class DatasetSpec(Config):
     chat: dict[str, Any] = Field(default_factory=dict)
     """The chat settings (JSON), template and maximal length included."""
     duplicate_ids: Literal["error", "drop"] = "error"
-    """What to do with a second sample of the same id."""
+    """What to do with a second sample of the same id (see `create_dataset`)."""
     shard_tokens: int = Field(default=65_536, ge=1)
     """A shard takes whole samples until the next would pass this number."""
     row_group_bytes: int = Field(default=64 << 20, ge=1)

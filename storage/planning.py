@@ -6,8 +6,9 @@ import hashlib
 import io
 import sqlite3
 import tempfile
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +30,9 @@ from storage.dataset_spec import (
 )
 from storage.objects import ObjectExists, Store
 
+Clash = Callable[[Sample, str], None]
+"""Is told of a sample that is left out because another chat, read at the place given, has its id."""
+
 _UPLOADS = 8
 _INDEX_ROWS = 65_536
 
@@ -47,16 +51,21 @@ _INDEX_SCHEMA = pa.schema(
 
 
 def write_plan(
-    store: Store, spec: DatasetSpec, samples: Iterable[Sample], scratch_dir: Path | None, created: list[str]
+    store: Store,
+    spec: DatasetSpec,
+    samples: Iterable[Sample],
+    scratch_dir: Path | None,
+    created: list[str],
+    clash: Clash | None,
 ) -> Plan:
     """Write samples/, index.parquet and, last, plan.json below the data set's root.
 
     Holds a few shards' tokens in memory, whatever the number of samples (ids that were seen wait in a scratch
     database). Every object is a function of the stream, so a killed creation is finished by the same call.
-    Keys that this call creates are added to `created`, whether it succeeds or not.
+    Keys that this call creates are added to `created`, whether it succeeds or not. `clash`: `create_dataset`.
     Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written.
     """
-    ids = _SeenIds(scratch_dir, drop=spec.duplicate_ids == "drop")
+    ids = _SeenIds(scratch_dir, drop=spec.duplicate_ids == "drop", clash=clash)
     with (
         tempfile.TemporaryFile(dir=scratch_dir) as file,
         closing(_IndexWriter(file)) as index,
@@ -115,11 +124,12 @@ def _in_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[Sa
 class _SeenIds:
     """Ids of all samples so far, on disk: exact, and small in memory however many there are.
 
-    The file loses its name at once, so that it cannot outlive the process.
+    Beside each stand a checksum of the tokens and where the chat was read. The file loses its name at once,
+    so that it cannot outlive the process.
     """
 
-    def __init__(self, scratch_dir: Path | None, drop: bool) -> None:
-        self._drop, self.dropped = drop, 0
+    def __init__(self, scratch_dir: Path | None, drop: bool, clash: Clash | None) -> None:
+        self._drop, self._clash, self.dropped = drop, clash, 0
         with tempfile.TemporaryDirectory(prefix="dflash-plan-", dir=scratch_dir) as folder:
             self._open(Path(folder) / "ids.sqlite")
 
@@ -128,22 +138,35 @@ class _SeenIds:
         self._database.execute("pragma journal_mode = off")
         self._database.execute("pragma synchronous = off")
         self._database.execute("pragma cache_size = -65536")
-        self._database.execute("create table seen (id blob primary key) without rowid")
+        # With row numbers: rows are appended, and only their ids lie in random order.
+        self._database.execute("create table seen (id blob primary key, tokens integer, place blob)")
         self._database.execute("begin")
 
     def fresh(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """Pass each id once. Raises DatasetError on the second, unless they are to be dropped."""
+        """Pass each id once. Raises DatasetError on the second, unless it is to be left out."""
         for sample in samples:
             key = hashlib.blake2b(_utf8(sample.sample_id), digest_size=16).digest()
-            if self._database.execute("insert or ignore into seen values (?)", (key,)).rowcount:
+            tokens = zlib.crc32(sample.token_ids_T.tobytes())
+            row = (key, tokens, sample.where.encode(errors="backslashreplace"))
+            if self._database.execute("insert or ignore into seen values (?, ?, ?)", row).rowcount:
                 yield _checked(sample)
-            elif self._drop:
-                self.dropped += 1
             else:
-                raise DatasetError(
-                    f"two samples have the id {sample.sample_id!r}; give each chat its own, or set "
-                    "duplicate_ids: drop to keep the first"
-                )
+                self._leave_out(sample, key, tokens)
+
+    def _leave_out(self, sample: Sample, key: bytes, tokens: int) -> None:
+        found = self._database.execute("select tokens, place from seen where id = ?", (key,)).fetchone()
+        same, first = found[0] == tokens, found[1].decode()
+        if self._drop and same:
+            self.dropped += 1
+        elif self._drop and self._clash is not None:
+            self._clash(sample, first)
+        else:
+            samples = "samples" if same else "different samples"
+            places = f" ({first} and {sample.where})" if first else ""
+            mend = ", or set duplicate_ids: drop to keep the first" if same else ""
+            raise DatasetError(
+                f"two {samples} have the id {sample.sample_id!r}{places}; give each its own{mend}"
+            )
 
     def close(self) -> None:
         self._database.close()

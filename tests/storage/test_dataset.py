@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,23 @@ def test_ids_twice(tmp_path: Path) -> None:
     spec = made_spec(duplicate_ids="drop")
     dataset = create_dataset(open_store(tmp_path / "b"), "made", spec, [*samples, *samples[2:5]])
     assert dataset.plan.samples == 10 and dataset.plan.duplicates_dropped == 3
+
+
+def test_another_chat_under_a_known_id_is_told(tmp_path: Path) -> None:
+    samples = [replace(sample, where=f"a:{i}") for i, sample in enumerate(made_samples(10))]
+    others = [replace(sample, where=f"b:{i}") for i, sample in enumerate(made_samples(10, seed=1))]
+    told: list[tuple[str, str]] = []
+    spec, root = made_spec(duplicate_ids="drop"), open_store(tmp_path / "a")
+    dataset = create_dataset(
+        *(root, "made", spec, [*samples, samples[3], *others[:2]]),
+        clash=lambda sample, first: told.append((sample.where, first)),
+    )
+    assert told == [("b:0", "a:0"), ("b:1", "a:1")]
+    assert dataset.plan.samples == 10 and dataset.plan.duplicates_dropped == 1
+    with pytest.raises(
+        DatasetError, match=r"two different samples have the id 'chat-000002' \(a:2 and b:2\)"
+    ):
+        create_dataset(open_store(tmp_path / "b"), "made", spec, [*samples, others[2]])
 
 
 def test_an_id_that_is_no_text(tmp_path: Path) -> None:
