@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,16 @@ def descendants(root: int) -> list[int]:
         below = children.get(frontier.pop(), [])
         found += below
         frontier += below
+    return found
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Return those of these processes that have not ended; one that waits for its parent's look has."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+                found.append(pid)
     return found
 
 

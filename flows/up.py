@@ -18,7 +18,7 @@ import httpx
 import typer
 
 from dflash_core.configuration import UserError
-from flows.ranks import descendants
+from flows.ranks import descendants, running
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -29,6 +29,8 @@ PREFECT_FILE = Path(__file__).parent.parent / "prefect.yaml"
 SERVER_START_S = 600.0
 """The first start creates the database."""
 STOP_S = 30.0
+LAST_CHECKPOINT_S = 125.0
+"""How long the processes of a run may go on after it: as long as `flows.train_steps` gives its ranks."""
 HEARTBEAT_S = 30
 """How often a flow run says that it lives."""
 SILENCE_S = 400
@@ -131,8 +133,9 @@ def _work(
                 ready()
                 _until_one_ends({**others, "the worker": worker})
             finally:
-                runs = runs_below(worker.pid)
+                runs, below = runs_below(worker.pid), descendants(worker.pid)
                 _stop(worker)
+                _await_end(below)
                 mark_crashed(client, runs)
 
 
@@ -284,6 +287,21 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _await_end(pids: Collection[int]) -> None:
+    """Wait for processes that end by themselves, in sessions of their own: in a container they would end with
+    us, in the middle of a checkpoint.
+    """
+    end = time.monotonic() + LAST_CHECKPOINT_S
+    if left := running(pids):
+        typer.echo(
+            f"waiting for {len(left)} processes of runs: a training writes a last checkpoint, which may take "
+            f"{LAST_CHECKPOINT_S:.0f} s; Ctrl-C does not wait"
+        )
+    with contextlib.suppress(KeyboardInterrupt):
+        while running(left) and time.monotonic() < end:
+            time.sleep(0.2)
 
 
 def _wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -163,7 +164,14 @@ class Up:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    running = Up(tmp_path_factory.mktemp("up"))
+    with starting(tmp_path_factory.mktemp("up")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Up]:
+    """Have a `dflash up` in this block."""
+    running = Up(folder)
     try:
         wait_for("the start", lambda: "Ctrl-C stops" in running.log.read_text() or None, 600)
         yield running
@@ -231,6 +239,29 @@ def test_cancelled_training_ends_its_ranks_and_goes_on_where_it_was(
     assert f"continuing after optimizer step {done}," in up.log_of(again)
     steps = [row["step"] for row in read_metrics(output)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_ranks_write_their_last_checkpoint_before_the_end(
+    train_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    training = {**train_config().training.model_dump(), "epochs": 2000, "checkpoint_every": 10_000}
+    with starting(tmp_path) as up:
+        up.start(train_config(training=training, cpu_ranks=2), "training-to-be-stopped")
+        wait_for("step 3", lambda: len(read_metrics(output)) > 3 or None)
+        ranks = up.workers("flows.train_worker")
+        for pid in ranks[1:]:
+            os.kill(pid, signal.SIGSTOP)  # as if the store took long
+        up.process.terminate()
+        wait_for("the words", lambda: "a training writes a last checkpoint" in up.log.read_text() or None)
+        time.sleep(5)
+        assert up.process.poll() is None and not (output / "checkpoints").exists()
+        for pid in ranks[1:]:
+            os.kill(pid, signal.SIGCONT)
+        assert up.process.wait(60) == 0
+        assert "its worker was stopped during the run; retry it" in up.log.read_text()
+    assert not any(command_of(pid) for pid in ranks)
+    assert Checkpoints(open_store(str(output)), {}, keep=1).steps()
 
 
 def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig) -> None:
