@@ -13,9 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from storage.compile_folder import private_folder
+from storage.compile_folder import BYTE_CODE, private_folder
 
-FOLDER = "byte-code"
 OURS = ("dflash_core", "storage", "flows")
 """Packages whose version stays the same while their sources change."""
 
@@ -40,7 +39,7 @@ def byte_code_variables(root: str, package: str = "torch") -> dict[str, str]:
     """
     if kept_beside_sources(package):
         return {}
-    folder = Path(root) / FOLDER
+    folder = Path(root) / BYTE_CODE
     private_folder(folder.parent)
     private_folder(folder)
     folder.chmod(0o700)  # what Python makes in it may be open to the group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,11 +14,18 @@ from typing import TextIO
 from dflash_core.compile_fingerprint import Fingerprint
 from dflash_core.configuration import UserError
 from storage.compile_archive import Manifest, RejectedArtifact, mismatches, seal, unseal
+from storage.compile_cache import remove_folder
+
+BYTE_CODE = "byte-code"
+"""Folder of Python's byte code beside the cache folders (`storage/byte_code.py`)."""
 
 LOCK_WAIT_S = 900.0
 """How long to wait for another run on this machine that is filling the same folder."""
 LEFTOVER_AFTER_S = 24 * 3600.0
 """Unfinished folders that are older than this belong to nobody."""
+UNUSED_AFTER_S = 30 * 24 * 3600.0
+"""A folder of kernels or byte code that no run has used for so long is removed: it can be made again."""
+FOLDER_NAME = re.compile("[0-9a-f]{16}")
 UNFINISHED = (".package-", ".download-", ".unpack-", ".old-")
 """How the names of folders begin that packing, restoring and removing make beside a cache folder."""
 
@@ -36,8 +44,8 @@ class CacheFolder:
         Raises UserError when others may write to the folder above it, or another process fills it for ever.
         """
         private_folder(self.path.parent)
+        self._lock = _open_lock(self.path)
         _sweep(self.path.parent)
-        self._lock = self._beside(".lock").open("a")
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -59,6 +67,7 @@ class CacheFolder:
     def release(self) -> None:
         """Use the folder no longer."""
         if self._lock is not None:
+            os.utime(self._lock.fileno())
             self._lock.close()
             self._lock = None
 
@@ -95,10 +104,50 @@ def private_folder(folder: Path) -> None:
         )
 
 
+def hold(folder: Path) -> TextIO:
+    """Keep a folder from being removed as unused, until what is returned is closed."""
+    lock = _open_lock(folder)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def _open_lock(folder: Path) -> TextIO:
+    """Open the file beside a folder that is locked while runs use it; its time says when one last did."""
+    lock = _lock_path(folder).open("a")
+    os.utime(lock.fileno())
+    return lock
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".lock")
+
+
 def _sweep(root: Path) -> None:
-    """Remove what killed processes left while they packed or unpacked, and nothing that others put there."""
-    for path in root.iterdir():
-        if not path.name.startswith(UNFINISHED) or not path.is_dir():
-            continue
-        if time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove what killed processes left while they packed or unpacked, and what no run has used for long, but
+    nothing that others put there.
+    """
+    for path in [*root.iterdir(), *(root / BYTE_CODE).glob("*")]:
+        with contextlib.suppress(OSError):  # of a folder that is in use, gone meanwhile, or not ours
+            if not path.is_dir():
+                continue
+            if FOLDER_NAME.fullmatch(path.name):
+                _remove_unused(path)
+            elif path.name.startswith(UNFINISHED) and time.time() - path.stat().st_mtime > LEFTOVER_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder and its seal, unless a run did use it not long ago. Raises OSError when one does now.
+
+    The lock itself stays: who has opened it already would otherwise hold one that nobody else sees.
+    """
+    with _lock_path(folder).open() as lock:  # without one it is none of ours
+
+        def unused() -> bool:
+            return time.time() - os.fstat(lock.fileno()).st_mtime > UNUSED_AFTER_S
+
+        if unused():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if unused():  # a run may have come and gone
+                remove_folder(folder)
+                folder.with_name(folder.name + ".json").unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import Field
 
@@ -42,7 +42,7 @@ from storage.compile_cache import (
     remove_folder,
     restore,
 )
-from storage.compile_folder import CacheFolder
+from storage.compile_folder import CacheFolder, hold
 from storage.compile_retention import pin, prune
 from storage.objects import Store, StoreError, open_store
 
@@ -120,6 +120,7 @@ class CompileSession:
         self._current = Current(etag=None, manifest_name=None)
         self._folder = CacheFolder(fingerprint)
         self._byte_code: dict[str, str] = {}
+        self._byte_code_lock: TextIO | None = None
         self._store_is_behind = False
         self._settled = False
         self._reporting = threading.Lock()
@@ -156,6 +157,8 @@ class CompileSession:
         session = cls(store, fingerprint, config, ranks, run_name or f"{socket.gethostname()}-{os.getpid()}")
         session._byte_code = byte_code
         try:
+            if byte_code:
+                session._byte_code_lock = hold(Path(byte_code["PYTHONPYCACHEPREFIX"]))
             session.prepare()
         except BaseException:
             session.close()
@@ -378,6 +381,9 @@ class CompileSession:
     def close(self) -> None:
         """Let the folder go. Its content stays for the next start."""
         self._folder.release()
+        if self._byte_code_lock is not None:
+            self._byte_code_lock.close()
+            self._byte_code_lock = None
 
     def __enter__(self) -> CompileSession:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dflash_core.compile_fingerprint import GraphSet
 from dflash_core.configuration import UserError
 from storage.byte_code import OURS, byte_code_variables
+from storage.compile_session import CompileCacheConfig, CompileSession
+from storage.objects import open_store
 
 
 @pytest.fixture
@@ -129,3 +133,22 @@ def test_sources_of_ours_that_change_get_another_folder(tmp_path: Path) -> None:
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert source.stat().st_size == before.st_size
     assert variables() != first
+
+
+def test_ranks_get_the_folder_and_a_session_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "empty"))  # as if torch had come without
+    session = CompileSession.open(
+        open_store(tmp_path / "store"),
+        GraphSet(name="none", settings={}, sources={}),
+        CompileCacheConfig(local_root=str(tmp_path / "root")),
+        variables={"PYTHONPYCACHEPREFIX": ""},  # for the child that describes the environment: quicker
+    )
+    with session:
+        folder = session.environment["PYTHONPYCACHEPREFIX"]
+        assert Path(folder).parent == tmp_path / "root" / "byte-code"
+        assert session.environment["PYTHONDONTWRITEBYTECODE"] == ""
+        with Path(f"{folder}.lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with Path(f"{folder}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
