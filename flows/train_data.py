@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -73,9 +73,12 @@ class TrainingData:
             raise UserError(f"{dataset.uri} holds no sample to train on: none has two supervised tokens")
         self._empty_states: torch.Tensor | None = None
 
-    @lru_cache(maxsize=2)  # noqa: B019  one instance a process
+    @cache  # noqa: B019  one instance a process
     def epoch_rows(self, epoch: int) -> list[np.ndarray]:
-        """Rows of an epoch, each the sample numbers of one packed row."""
+        """Rows of an epoch, each the sample numbers of one packed row.
+
+        Kept: with a million samples a plan takes two seconds, and 18 MB.
+        """
         return self._plan(self.training_samples, epoch)
 
     def steps_in_epoch(self, epoch: int) -> int:

@@ -403,3 +403,11 @@ def test_total_steps_counts_epochs(dataset: Dataset, target: str) -> None:
     data = TrainingData(dataset, job.drafter, job.config.training, ALONE)
     rows = [len(data.epoch_rows(e)) for e in (0, 1)]
     assert data.total_steps() == sum(int(np.ceil(n / 2)) for n in rows)
+
+
+def test_an_epoch_is_planned_once(dataset: Dataset, target: str) -> None:
+    job = make_job(dataset, target, Path("nowhere"), max_steps=None, epochs=4)
+    data = TrainingData(dataset, job.drafter, job.config.training, ALONE)
+    plans = [data.epoch_rows(epoch) for epoch in range(4)]
+    data.total_steps()
+    assert all(data.epoch_rows(epoch) is plan for epoch, plan in enumerate(plans))
