@@ -25,25 +25,27 @@ class ParityError(RuntimeError):
 def check_parity(target: Target, samples: Sequence[Sample]) -> dict[str, float]:
     """Compare captured states with a plain forward (batch of one, output_hidden_states, not compiled).
 
-    All `samples` are captured in one batch. Return the worst `token_error` of each column. Raise
+    `samples` are captured in batches as any others. Return the worst `token_error` of each column. Raise
     ParityError naming layer and sample when a state is not finite, a row is all zeros, or the error is
-    above the tolerance of the target's arithmetic.
+    above the tolerance of the target's arithmetic; torch.OutOfMemoryError or TargetOutOfMemory.
     """
     worst = dict.fromkeys(target.capture_spec.columns, 0.0)
     limit = TOLERANCE[target.capture_spec.weights_dtype]
-    references = [target.reference(sample) for sample in samples]
-    scales = {column: channel_scale([states[column] for states in references]) for column in worst}
-    for sample, states, reference in zip(samples, target.capture_exact(samples), references, strict=True):
-        for column in worst:
-            where = f"{column} of sample {sample.sample_id!r} ({sample.num_tokens} tokens)"
-            _check_values(states[column], reference[column], where)
-            error = token_error(states[column], reference[column], scales[column])
-            if not error <= limit:
-                raise ParityError(
-                    f"{where} differs from a plain forward by {error:.3g}, more than {limit:g}: "
-                    "the target is not captured correctly, so nothing was written"
-                )
-            worst[column] = max(worst[column], error)
+    references = {sample.sample_id: target.reference(sample) for sample in samples}
+    scales = {column: channel_scale([states[column] for states in references.values()]) for column in worst}
+    for batch in target.batches(samples):
+        for sample, states in zip(batch, target.capture_exact(batch), strict=True):
+            reference = references[sample.sample_id]
+            for column in worst:
+                where = f"{column} of sample {sample.sample_id!r} ({sample.num_tokens} tokens)"
+                _check_values(states[column], reference[column], where)
+                error = token_error(states[column], reference[column], scales[column])
+                if not error <= limit:
+                    raise ParityError(
+                        f"{where} differs from a plain forward by {error:.3g}, more than {limit:g}: "
+                        "the target is not captured correctly, so nothing was written"
+                    )
+                worst[column] = max(worst[column], error)
     return worst
 
 

@@ -77,16 +77,23 @@ class ShardCapturer:
         self._check_target(setup["parity_samples"])
 
     def _check_target(self, count: int) -> None:
-        spec = self.dataset.spec
+        spec, samples = self.dataset.spec, self.dataset.samples(0)[:count]
         if (self.target.spec, self.target.capture_spec) != (spec.target, spec.capture):
             raise UserError(
                 f"the target that was loaded is not the one that {self.dataset.uri} was planned for; "
                 "its files were changed in between"
             )
         try:
-            errors = check_parity(self.target, self.dataset.samples(0)[:count])
+            errors = check_parity(self.target, samples)
         except ParityError as error:
             raise UserError(f"parity gate: {error}") from error
+        except (torch.OutOfMemoryError, TargetOutOfMemory) as error:
+            longest = max(sample.num_tokens for sample in samples)
+            raise UserError(
+                f"parity gate: no room for plain forwards (one sample at a time, up to {longest} tokens, all "
+                f"layers kept) and what is compared with them: {error}; lower parity_samples (now {count}), "
+                "target.batch_tokens or chat.max_length, or give each worker more GPUs (workers.slots)"
+            ) from error
         worst = ", ".join(f"{column} {error:.2g}" for column, error in errors.items())
         log.info("captured states equal those of a plain forward (largest relative error: %s)", worst)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_core.capture import forward_padded
 from dflash_core.configuration import UserError
-from dflash_core.records import LAST_HIDDEN, tap_column
+from dflash_core.records import LAST_HIDDEN, Sample, tap_column
 from dflash_core.target import (
     ParityError,
     Target,
@@ -159,8 +160,8 @@ class _Shift(nn.Module):
     ("fault", "message"),
     [
         ("shift", "layer_003 of sample 'sample-.*differs from a plain forward"),
-        ("zero", "layer_003 of sample 'sample-1'.*all zeros at token 2"),
-        ("nan", "layer_003 of sample 'sample-1'.*not finite"),
+        ("zero", "layer_003 of sample 'sample-3'.*all zeros at token 2"),
+        ("nan", "layer_003 of sample 'sample-3'.*not finite"),
     ],
 )
 def test_the_parity_gate_names_layer_and_sample(folders: dict[str, Path], fault: str, message: str) -> None:
@@ -179,12 +180,28 @@ def test_a_neighbouring_layer_is_far_outside_the_tolerance(folders: dict[str, Pa
     target.recorder.remove()
     off = target.capture_spec.model_copy(update={"tap_layer_ids": (0, 2, 3)})
     target.recorder.__init__(target.model, off)  # type: ignore[misc]
-    samples = random_samples(LENGTHS)
-    states = forward_padded(target.model, target.recorder, samples, target.device)
-    renamed = [{tap_column(tap + 1): one[tap_column(tap)] for tap in off.tap_layer_ids} for one in states]
-    target.capture_exact = lambda batch: renamed  # type: ignore[method-assign]
+
+    def renamed(batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
+        states = forward_padded(target.model, target.recorder, batch, target.device)
+        return [{tap_column(tap + 1): one[tap_column(tap)] for tap in off.tap_layer_ids} for one in states]
+
+    target.capture_exact = renamed  # type: ignore[method-assign]
     with pytest.raises(ParityError, match="differs from a plain forward"):
-        check_parity(target, samples)
+        check_parity(target, random_samples(LENGTHS))
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_the_parity_gate_keeps_to_the_configured_batches(folders: dict[str, Path], batching: str) -> None:
+    target = load(folders["qwen3"], batching=batching, batch_tokens=64)
+    real, sizes = target.capture_exact, []
+
+    def counted(batch: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
+        sizes.append(sum(sample.num_tokens for sample in batch))
+        return real(batch)
+
+    target.capture_exact = counted  # type: ignore[method-assign]
+    check_parity(target, random_samples((30, 31, 32, 9, 8)))
+    assert sum(sizes) == 110 and max(sizes) <= 64
 
 
 def test_hybrid_targets_warn_without_the_fast_kernels(folders: dict[str, Path]) -> None:
