@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dflash_core.configuration import Config, UserError
 from storage.ahead import read_ahead
+from storage.local_objects import LocalStore
 from storage.objects import ObjectExists, ObjectNotFound, Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -315,18 +316,25 @@ class Checkpoints:
     def load(self, record: CheckpointRecord) -> dict[str, Tensor]:
         """Read the tensors of a checkpoint on the CPU, digest checked. Raises CheckpointDamaged.
 
-        Range reads go in parallel into a scratch file; beside the tensors some 150 MB are held.
+        Range reads go in parallel; beside the tensors some 150 MB are held. A local store's file is then
+        mapped where it lies, what comes from a bucket lies in a scratch file.
         """
-        where = f"checkpoint {self._store.uri}/{record.object}"
+        if isinstance(self._store, LocalStore):
+            self._check_digest(record)
+            return load_file(self._store.path(record.object))
         folder = self._scratch_folder()
         with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a killed process leaves nothing
-            try:
-                digest = self._digest(record.object, file)
-            except ObjectNotFound:
-                raise CheckpointDamaged(f"{where} is gone") from None
-            if digest != record.sha256:
-                raise CheckpointDamaged(f"{where} is damaged: its sha256 is not that of its record")
+            self._check_digest(record, file)
             return load_file(f"/proc/self/fd/{file.fileno()}")
+
+    def _check_digest(self, record: CheckpointRecord, copy: BinaryIO | None = None) -> None:
+        where = f"checkpoint {self._store.uri}/{record.object}"
+        try:
+            digest = self._digest(record.object, copy)
+        except ObjectNotFound:
+            raise CheckpointDamaged(f"{where} is gone") from None
+        if digest != record.sha256:
+            raise CheckpointDamaged(f"{where} is damaged: its sha256 is not that of its record")
 
     def _digest(self, key: str, copy: BinaryIO | None = None) -> str:
         """Return the sha256 of an object, which is copied on the way."""

@@ -42,7 +42,8 @@ class LocalStore:
     def child(self, folder: str) -> LocalStore:
         return LocalStore(self._root / check_key(folder))
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """Return the file that holds an object, to be read in place. Raises StoreError."""
         path = self._root / check_key(key)
         if path.name.startswith(_TEMPORARY) or path.name == _LOCK:
             raise StoreError(f"{key!r}: names of this form are kept for unfinished files")
@@ -51,7 +52,7 @@ class LocalStore:
     # Writing.
 
     def put_file(self, key: str, source: Path | BinaryIO, *, overwrite: bool = False) -> None:
-        target = self._path(key)
+        target = self.path(key)
         with self._translated("putting", key), open_source(source) as (descriptor, size):
             self._prepare(target, overwrite)
             if not overwrite and _link_anonymous(descriptor, target):
@@ -62,7 +63,7 @@ class LocalStore:
                 self._publish(temporary, file, target, overwrite)
 
     def put_bytes(self, key: str, data: bytes, *, overwrite: bool = False) -> None:
-        target = self._path(key)
+        target = self.path(key)
         with self._translated("putting", key):
             self._prepare(target, overwrite)
             with self._temporary(target) as (temporary, file):
@@ -70,7 +71,7 @@ class LocalStore:
                 self._publish(temporary, file, target, overwrite)
 
     def replace(self, key: str, data: bytes, etag: str) -> None:
-        target = self._path(key)
+        target = self.path(key)
         with self._translated("replacing", key), self._locked(target.parent):
             if self.head(key).etag != etag:
                 raise ObjectExists(f"replacing {self.uri}/{key}: the object has changed")
@@ -113,7 +114,7 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         with self._translated("reading", key):
-            return self._path(key).read_bytes()
+            return self.path(key).read_bytes()
 
     def get_range(self, key: str, start: int, size: int) -> bytes:
         buffer = bytearray(size)
@@ -121,7 +122,7 @@ class LocalStore:
         return bytes(buffer)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        with self._translated("reading", key), self._path(key).open("rb", buffering=0) as file:
+        with self._translated("reading", key), self.path(key).open("rb", buffering=0) as file:
             done = 0
             while done < len(buffer):
                 got = os.preadv(file.fileno(), [buffer[done:]], start + done)
@@ -133,11 +134,11 @@ class LocalStore:
 
     def open(self, key: str) -> BinaryIO:
         with self._translated("opening", key):
-            return self._path(key).open("rb")
+            return self.path(key).open("rb")
 
     def head(self, key: str) -> ObjectInfo:
         with self._translated("looking at", key):
-            return self._info(self._path(key))
+            return self._info(self.path(key))
 
     def _info(self, path: Path) -> ObjectInfo:
         stat = path.stat()
@@ -169,7 +170,7 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         with self._translated("deleting", key):
-            self._path(key).unlink(missing_ok=True)
+            self.path(key).unlink(missing_ok=True)
 
     def abort_unfinished(
         self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False

@@ -185,6 +185,16 @@ def test_a_failed_write_is_raised(tmp_path: Path) -> None:
         checkpoints.wait()
 
 
+def test_a_folders_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    with Checkpoints(store, IDENTITY, keep=1) as checkpoints:
+        checkpoints.save(at(1), tensors(1), {})
+    no_folder = tmp_path / "no folder"
+    no_folder.write_text("")
+    found = Checkpoints(store, IDENTITY, keep=1, scratch=no_folder).latest()
+    assert found is not None and torch.equal(found[1]["a/w"], tensors(1)["a/w"])
+
+
 def test_written_files_are_safetensors(tmp_path: Path) -> None:
     expected = tensors(2.0)
     with (tmp_path / "x").open("wb") as file:
