@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError
@@ -51,7 +51,7 @@ class ResponsesConfig(Config):
     """Let the target write the responses that the drafter will learn."""
 
     endpoint: EndpointConfig | None = None
-    """A server that runs the target; None: with transformers, on the first worker's device."""
+    """A server that runs the target; None: with transformers, on the first worker's device (one GPU)."""
     generation: GenerationSettings = GenerationSettings()
     batch_size: Annotated[int, Field(ge=1)] = 32
     part_records: Annotated[int, Field(ge=1)] = 512
@@ -102,6 +102,17 @@ class ExtractConfig(Config):
     @classmethod
     def _codec_exists(cls, name: str) -> str:
         return parse_codec(name).name
+
+    @model_validator(mode="after")
+    def _one_gpu_answers(self) -> ExtractConfig:
+        spread = self.target.device_map is not None or any("," in slot for slot in self.workers.slots)
+        if self.responses and self.responses.endpoint is None and spread:
+            raise ValueError(
+                "responses are written on one GPU, which has no room for a target that is spread over "
+                "several (target.device_map, or groups in workers.slots): name a server that runs it in "
+                "responses.endpoint"
+            )
+        return self
 
 
 class DrafterShape(Config):

@@ -58,10 +58,10 @@ def respond_config(config: ExtractConfig) -> RespondConfig:
 
 
 def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
-    """Have the target answer the chats, in a process of its own on the first slot; resumes by itself."""
+    """Have the target answer the chats, in a process of its own on `response_slots`; resumes by itself."""
     job = {"task": "respond", "config": respond_config(config).model_dump(mode="json")}
     workers = config.workers
-    slots = capture_slots(config)[:1]
+    slots = response_slots(config)
     pool = WorkerPool(
         slots,
         python_module("flows.step_worker"),
@@ -111,6 +111,16 @@ def capture_slots(config: ExtractConfig) -> tuple[str, ...]:
             'each: drop device_map, or name groups of GPUs such as "0,1"'
         )
     return slots
+
+
+def response_slots(config: ExtractConfig) -> tuple[str, ...]:
+    """Return the slot on which responses are written; to ask a server takes no GPU.
+
+    Raises UserError as `capture_slots`: the capture that comes next could not begin.
+    """
+    assert config.responses is not None
+    slots = capture_slots(config)
+    return ("cpu",) if config.responses.endpoint else slots[:1]
 
 
 class CaptureWorkers(WorkerPool):

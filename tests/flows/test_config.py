@@ -11,6 +11,7 @@ from flows.config import ExtractConfig, dump_config, load_config
 from flows.configuration_reference import PAGE, page
 
 GOOD = "store: s3://bucket/prefix\nchats: [chats.jsonl]\ntarget: {path: some/target}\n"
+RESPONSES = "responses: {output: answers}\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -35,6 +36,8 @@ def test_defaults_are_filled_in_and_written_out(tmp_path: Path) -> None:
         (GOOD + "shard_tokens: many\n", "shard_tokens: .*got 'many'"),
         (GOOD + "codec: tolerance=7\n", "codec: .*tolerance=7"),
         (GOOD + "name: Not a name\n", "name: "),
+        (GOOD + RESPONSES + "workers: {slots: ['0,1']}\n", "on one GPU.*responses.endpoint"),
+        (GOOD.replace("path", "device_map: auto, path") + RESPONSES, "on one GPU.*responses.endpoint"),
         ("store: here\n", "(?s)chats: missing.*target: missing"),
         ("- a\n- b\n", "must hold names and values"),
         ("a: [\n", "is no YAML"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from dflash_core.chat import ChatConfig, ChatEncoder
@@ -18,7 +19,9 @@ from dflash_core.configuration import UserError
 from dflash_core.messages import normalise
 from dflash_core.respond import GenerationSettings, Responder, Response
 from flows.answer import EndpointConfig, tell_of_other_tokens
+from flows.config import ExtractConfig
 from flows.conversation import Conversation, answer_turns
+from flows.extract_steps import response_slots
 from flows.respond import RespondConfig, RespondReport, respond
 from storage.chats import read_chats
 
@@ -221,6 +224,18 @@ def test_passing_trouble_is_tried_again_and_refusals_are_counted(tmp_path: Path,
     assert report.bad == {"server refused": 1, "bad JSON": 1, "not JSON": 1}
     with pytest.raises(UserError, match=r"3 of 5 records cannot be used[\s\S]*chats.jsonl:2: server refused"):
         respond(config.model_copy(update={"max_bad_fraction": 0.1}))
+
+
+def test_asking_a_server_holds_no_gpu(
+    extract_config: Callable[..., ExtractConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here: dict[str, Any] = {"output": str(tmp_path)}
+    there = {**here, "endpoint": {"url": "http://server/v1", "model": "m"}}
+    assert response_slots(extract_config(responses=here, workers={})) == ("0",)
+    assert response_slots(extract_config(responses=there, workers={})) == ("cpu",)
+    spread = {**extract_config().target.model_dump(), "device_map": "auto"}
+    assert response_slots(extract_config(responses=there, workers={}, target=spread)) == ("cpu",)
 
 
 def test_a_wrong_model_or_address_is_the_users_to_mend(tmp_path: Path, server: Server) -> None:
