@@ -106,8 +106,7 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
 def _train(config: TrainConfig, folder: Path) -> State[Any]:
     data, drafter = value(check_dataset(config))
     if config.overfit is not None:
-        length = value(overfit_one_sample(config, data, drafter))
-        get_run_logger().info("overfit gate passed: %.2f of %d slots", length, drafter.block_size)
+        _overfit(config, data, drafter)
     result = TrainingLog()
     value(train_on_ranks(config, data, drafter, folder, result))
     try:
@@ -118,3 +117,13 @@ def _train(config: TrainConfig, folder: Path) -> State[Any]:
         shown(report.publish_training, config, summary, result, folder)
     exported = f"{config.output}/{train_steps.DRAFTER_FOLDER}"
     return Completed(message=f"the drafter is in {exported}", data=summary)
+
+
+def _overfit(config: TrainConfig, data: Dataset, drafter: DrafterConfig) -> None:
+    """Pass the gate, unless the run has begun. (Ranks refuse a checkpoint of another configuration.)"""
+    begun = train_steps.begun_at(config)
+    if begun is not None:
+        get_run_logger().info("overfit gate skipped: there is a checkpoint of step %d already", begun)
+        return
+    length = value(overfit_one_sample(config, data, drafter))
+    get_run_logger().info("overfit gate passed: %.2f of %d slots", length, drafter.block_size)

@@ -33,6 +33,7 @@ from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, rank_environment, run_ranks
 from flows.train_log import METRICS_FILE, WANDB_FILE
 from storage.chats import read_chats
+from storage.checkpoints import Checkpoints
 from storage.compile_session import CompileSession, open_compile_store
 from storage.dataset import Dataset, open_dataset
 from storage.dataset_spec import software_versions
@@ -157,6 +158,12 @@ def train(
         raise RanksFailed(
             f"stopped on request after optimizer step {result.stopped_at}; run again to continue"
         )
+
+
+def begun_at(config: TrainConfig) -> int | None:
+    """Return the optimizer step of the latest checkpoint in `config.output`; None when there is none yet."""
+    steps = Checkpoints(open_store(config.output, config.connection), {}, keep=1).steps()
+    return steps[-1] if steps else None
 
 
 def overfit_one_sample(
