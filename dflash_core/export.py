@@ -24,6 +24,7 @@ from dflash_core.export_config import (
     read_config,
 )
 from dflash_core.records import TargetSpec
+from dflash_core.target_identity import other_form_hint
 
 
 def export_drafter(
@@ -76,7 +77,8 @@ def load_exported(
     if target is not None:
         _check_belongs(config, target)
         if recorded is not None and (wrong := _other_target(TargetSpec(**recorded), target)):
-            raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
+            hint = other_form_hint(TargetSpec(**recorded), target)
+            raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}{hint}")
     with torch.device("meta"):
         drafter = Drafter(config, compute_dtype=dtype)
     weights = folder / WEIGHTS_FILE

@@ -104,6 +104,20 @@ def target_spec(path: str, revision: str | None, mask_token: int | str | None) -
     return spec.model_copy(update={"mask_token_id": chosen})
 
 
+def other_form_hint(recorded: TargetSpec, here: TargetSpec) -> str:
+    """Return what to say where only the weights of two targets differ: they may be one target in two forms.
+
+    It begins with "; " and is empty where more differs, or they have one name.
+    """
+    free = {"name": here.name, "mask_token_id": here.mask_token_id, "weights_sha256": here.weights_sha256}
+    if recorded.name == here.name or recorded.model_copy(update=free) != here:
+        return ""
+    return (
+        "; a hub name counts by its commit and a folder by its files, so the same weights in both forms are "
+        f"two targets: if these are the same, give the target as it was given then, {recorded.name!r}"
+    )
+
+
 def target_shape(name: str, text: Any) -> TargetSpec:
     """What the text configuration alone says of a target; the fingerprints are empty."""
     return TargetSpec(

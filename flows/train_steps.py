@@ -22,7 +22,7 @@ from dflash_core.compile_graphs import training_graphs
 from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
 from dflash_core.records import TargetSpec
-from dflash_core.target_identity import target_spec
+from dflash_core.target_identity import other_form_hint, target_spec
 from dflash_core.target_weights import find_embedding_and_head
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
@@ -65,7 +65,9 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
     here = target_spec(config.target, config.revision, None)
     if wrong := _other_target(spec.target, here):
         raise UserError(
-            f"{dataset.uri} was captured from another target than {config.target}: " + "; ".join(wrong)
+            f"{dataset.uri} was captured from another target than {config.target}: "
+            + "; ".join(wrong)
+            + other_form_hint(spec.target, here)
         )
     return dataset, config.drafter.for_target(spec.target, spec.capture)
 

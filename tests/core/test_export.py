@@ -166,6 +166,12 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             load_exported(folder, target=SPEC.model_copy(update=changes))
+    folder_of_it = SPEC.model_copy(update={"name": "copy", "weights_sha256": "3" * 64})
+    with pytest.raises(UserError, match=f"are two targets.* as it was given then, '{SPEC.name}'"):
+        load_exported(folder, target=folder_of_it)
+    with pytest.raises(UserError) as caught:
+        load_exported(folder, target=folder_of_it.model_copy(update={"tokenizer_sha256": "3" * 64}))
+    assert "two targets" not in str(caught.value)
     with pytest.raises(UserError, match="vocab_size"):
         export_drafter(tiny_drafter(), tmp_path / "e", SPEC.model_copy(update={"vocab_size": 97}))
     assert not (tmp_path / "e").exists()

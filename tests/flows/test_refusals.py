@@ -14,6 +14,8 @@ from dflash_core.distributed import own_device
 from flows.config import TrainConfig
 from flows.extract_steps import worker_slots
 from flows.train_steps import open_training_data, output_folder
+from storage.dataset import Dataset
+from tests.tiny import write_tiny_target
 
 MakeConfig = Callable[..., TrainConfig]
 SHAPE: dict[str, Any] = {
@@ -56,6 +58,14 @@ def test_faults_of_the_shape_are_told_before_training(
 ) -> None:
     with pytest.raises(UserError, match=words):
         open_training_data(train_config(drafter=SHAPE | change))
+
+
+def test_weights_that_may_be_the_same_in_another_form(
+    train_config: MakeConfig, sealed: Dataset, tmp_path: Path
+) -> None:
+    copy = write_tiny_target(tmp_path / "copy", seed=1)
+    with pytest.raises(UserError, match=f"two targets.* as it was given then, {sealed.spec.target.name!r}"):
+        open_training_data(train_config(target=str(copy)))
 
 
 def test_prompts_and_output_are_looked_at_before_training(train_config: MakeConfig, tmp_path: Path) -> None:
