@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from flows.acceptance_report import FamilyResult, check_gates, make_report, writ
 from storage.chats import read_chats
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int | None], None]
 
 
 class EvaluateConfig(Config):
@@ -78,16 +79,17 @@ class EvaluateConfig(Config):
 def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Measure real speculative decoding on every family; write acceptance.json and acceptance.png.
 
-    `progress` is told (prompts done, prompts in all). Returns the report. Raises UserError when drafter and
-    target do not belong together, a family has no usable prompt, or (after the files are written) a gate is
-    missed.
+    `progress` is told (prompts done, prompts in all; None while the target is read). Returns the report.
+    Raises UserError when drafter and target do not belong together, a family has no usable prompt, or (after
+    the files are written) a gate is missed.
     """
     started = time.perf_counter()
     device = _device(config.device)
     dtype = _DTYPES[config.dtype]
     spec = target_spec(config.target, config.revision, None)
     drafter = load_exported(config.drafter, target=spec, device=device, dtype=dtype)
-    responder = Responder(config.target, config.revision, config.chat, device, dtype)
+    alive = partial(progress, 0, None) if progress is not None else None
+    responder = Responder(config.target, config.revision, config.chat, device, dtype, alive)
     families = {
         name: read_prompts(source, responder.encoder, config) for name, source in config.prompts.items()
     }

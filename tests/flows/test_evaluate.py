@@ -88,6 +88,17 @@ def test_report_plot_and_table(
     assert all(word in printed for word in ("first", "second", "all", "equal"))
 
 
+def test_it_is_heard_of_while_the_target_is_read(
+    tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_core.load_progress.LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("dflash_core.load_progress.LEAST_BYTES", 1)
+    heard: list[tuple[int, int | None]] = []
+    config = settings(tiny_target_dir, drafter_dir, tmp_path, prompts_per_family=1, max_new_tokens=2)
+    evaluate(config, lambda done, total: heard.append((done, total)))
+    assert heard[0] == (0, None) and heard[-1] == (2, 2)
+
+
 def test_sampling_has_nothing_to_compare_with(
     tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
