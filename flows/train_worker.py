@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -245,8 +245,8 @@ class TrainLoop:
             self._signs |= new.keys()
             reasons = list(new.values())
             log.warning("rank %d is off the fast path at step %d: %s", rank, step, "; ".join(reasons))
-            self._out.event("off_fast_path", step=step, reasons=reasons)
-            self._out.metrics(step, self._sign_values())
+            say("off_fast_path", rank=rank, step=step, reasons=reasons)
+            self._out.metrics(step, _sign_values(self._signs))
         elif self._fast_path.is_warm and not self._said_fast:
             self._said_fast = True
             if self._world.is_first:
@@ -259,9 +259,11 @@ class TrainLoop:
                 )
                 self._out.event("fast_path", step=step, step_ms=step_ms)
 
-    def _sign_values(self) -> dict[str, int]:
-        signs = {f"off_fast_path/{sign}": int(sign in self._signs) for sign in SIGNS}
-        return {"signs_off_fast_path": len(self._signs), **signs}
+    def _signs_anywhere(self) -> set[Sign]:
+        """Signs that any rank has seen since the last reading. Waits for the device; all ranks must call."""
+        here = torch.tensor([int(sign in self._signs) for sign in SIGNS], device=self._world.device)
+        ranks = self._world.sum(here).tolist()
+        return {sign for sign, count in zip(SIGNS, ranks, strict=True) if count}
 
     def _take(self, report: StepReport) -> None:
         if not self._compiled or report.optimizer_step > self._began_at:  # the first one compiles
@@ -285,7 +287,7 @@ class TrainLoop:
         values = self._meter.values(summary, self._trainer.optimizer_step - self._read_at)
         self._read_at = self._trainer.optimizer_step
         if self._compiled:
-            values |= self._sign_values()
+            values |= _sign_values(self._signs_anywhere())
             self._signs.clear()
         values |= {
             "total_steps": self._total,
@@ -345,6 +347,11 @@ class TrainLoop:
         }
         self._trainer.hold(self._checkpoints.save(position, tensors, notes))
         self._out.event("checkpoint", step=step)
+
+
+def _sign_values(signs: Set[Sign]) -> dict[str, int]:
+    values = {f"off_fast_path/{sign}": int(sign in signs) for sign in SIGNS}
+    return {"signs_off_fast_path": len(signs), **values}
 
 
 class StopRequest:

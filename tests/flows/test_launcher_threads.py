@@ -69,3 +69,14 @@ def test_ranks_that_train(dataset: Dataset, target: str, tmp_path: Path, compile
         assert set(rank["compiles"]) == {MAIN} and set(rank["traces"]) == {MAIN}
     assert len(metrics(job)) >= 6, "the run went to its end"
     assert not compiles_here, "the launcher itself compiles nothing"
+
+
+def test_metrics_name_what_takes_another_rank_off_the_fast_path(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, compile=True, on_recompile="warn", max_steps=12, log_every=12)
+    told: list[Message] = []
+    run_ranks("tests.flows.recompiling_rank", [write_job(job)], ranks=2, on_message=told.append)
+    recompiled = [m for m in told if m["kind"] == "off_fast_path" and "recompiled" in str(m["reasons"])]
+    assert [m["rank"] for m in recompiled] == [1]
+    assert [row["off_fast_path/recompile"] for row in metrics(job) if "loss" in row] == [1]
