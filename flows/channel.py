@@ -114,8 +114,8 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
 
     Takes the set-up message, calls `start(channel, setup)` and answers jobs with what it returned: `start`
     loads whatever lives long and returns a function from a job to the fields of its "done" message, or to a
-    function that gives them: that one runs on a second thread while the next job begins (an upload), and is
-    not silent meanwhile. An exception inside a job is told to the parent and the worker goes on, except after
+    function that gives them: that one runs on a second thread while the next job begins, and uploads inside
+    `Channel.waiting`. An exception inside a job is told to the parent and the worker goes on, except after
     `Unusable`; an exception in `start` ends the process.
     """
     channel = Channel()
@@ -156,8 +156,7 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
 
 def _finish(channel: Channel, job_id: int, finish: Callable[[], Result]) -> None:
     try:
-        with channel.waiting("upload"):
-            result = finish()
+        result = finish()
     except Exception as error:  # noqa: BLE001  the same
         _say_error(channel, job_id, error)
         if isinstance(error, Unusable):

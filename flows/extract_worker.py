@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -135,17 +136,19 @@ class ShardCapturer:
         try:
             writer = self._with_room(samples, what, lambda: self._fill(shard, samples, what, replace=replace))
         except ShardAlreadyCommitted:
-            return lambda: self._result(self.dataset.record(shard), 0.0, found=True)
+            return partial(self._found, shard)
         seconds, budget = time.monotonic() - began, self.token_budget
         self._tell_compiled()
 
         def finish() -> Result:
             try:
                 with device_errors(), writer:
-                    record, found = writer.close(), False
+                    writer.wait_for_device()  # not part of the upload: a device that hangs must be silent
+                    with self.channel.waiting("upload"):
+                        record = writer.close()
             except ShardAlreadyCommitted:
-                record, found = self.dataset.record(shard), True
-            return {**self._result(record, seconds, found=found), "token_budget": budget}
+                return {**self._found(shard), "seconds": seconds, "token_budget": budget}
+            return {**self._result(record, seconds, found=False), "token_budget": budget}
 
         return finish
 
@@ -212,6 +215,11 @@ class ShardCapturer:
             *(what, self.token_budget, fewer),
         )
         self.token_budget = fewer
+
+    def _found(self, shard: int) -> Result:
+        """Return what there is to tell of a shard that another worker has committed."""
+        with self.channel.waiting("record"):
+            return self._result(self.dataset.record(shard), 0.0, found=True)
 
     def _result(self, record: ShardRecord, seconds: float, *, found: bool) -> Result:
         width = self.dataset.spec.target.hidden_size

@@ -120,6 +120,13 @@ class ShardWriter:
             self._encode(row, captured)
             self._next_row += 1
 
+    def wait_for_device(self) -> None:
+        """Return when the device is done with all that was added: its symbols are on the host, or failed.
+
+        What went wrong is raised by `close`, which waits for no device after this.
+        """
+        self._arrivals.submit(lambda: None).result()  # one thread: behind all others
+
     def close(self) -> ShardRecord:
         """Finish the file, upload it, commit the record.
 

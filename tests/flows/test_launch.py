@@ -188,6 +188,13 @@ def test_an_upload_that_takes_long_is_no_silence() -> None:
     assert done["name"] == "stalled" and worker.starts == 1
 
 
+def test_a_device_that_hangs_before_the_upload_is_silence() -> None:
+    with pool(silence_s=2.5, depth=2) as workers:
+        with pytest.raises(WorkerDied, match=r"said nothing for 2\.5 s"):
+            workers.run({"name": "hung", "fault": "device", "finish_s": 0.0})
+        assert workers.run({"name": "next"})[1].starts == 2
+
+
 def test_a_store_that_is_away_costs_no_slot_and_is_asked_again_after_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

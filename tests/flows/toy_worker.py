@@ -43,7 +43,10 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
             return result
 
         def finish() -> dict[str, Any]:
-            time.sleep(job["finish_s"])
+            if job.get("fault") == "device":
+                time.sleep(3600)
+            with channel.waiting("upload"):
+                time.sleep(job["finish_s"])
             if job.get("fault") == "finish":
                 raise RuntimeError("the upload broke")
             return result
