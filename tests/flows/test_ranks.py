@@ -113,7 +113,7 @@ run_ranks({TOY!r}, ["saving", {str(saved)!r}], ranks=1, on_message=told)
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    wait_until_gone(pid)
+    wait_until_gone(pid, 60)
     assert saved.exists()
 
 
