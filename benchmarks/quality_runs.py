@@ -107,15 +107,16 @@ def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experim
 
     `anchors`: blocks of a step where the experiment does not say otherwise.
     """
-    rounds: list[list[Experiment]] = []
+    rounds: dict[float, list[Experiment]] = defaultdict(list)
     for seed in range(seeds):
-        rounds.append([Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS])
-        rounds += [_strong("longer", seed), _strong("combined", seed)]
-        rounds += [_ablations(seed, anchors), _finer(seed)]
-    # All seeds of the codecs before the second of anything else; what takes long begins early.
-    later = {"codec": (0.0, 0.0), "longer": (0.1, 2.1), "combined": (0.2, 2.2), "finer": (2.7, 2.7)}
-    rounds.sort(key=lambda r: r[0].seed + later.get(r[0].group, (0.5, 1.5))[r[0].seed > 0])
-    return [replace(e, round=i) for i, r in enumerate(rounds) for e in r if e.group in groups]
+        # All seeds of the codecs at first: a process takes those of the data that it has read.
+        rounds[0] += [Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS]
+        for place, some in enumerate(
+            (_strong("longer", seed), _strong("combined", seed), _ablations(seed, anchors), _finer(seed))
+        ):
+            rounds[1 + seed + place / 10] += some
+    ordered = [rounds[key] for key in sorted(rounds)]
+    return [replace(e, round=i) for i, some in enumerate(ordered) for e in some if e.group in groups]
 
 
 def _ablations(seed: int, anchors: int) -> list[Experiment]:
