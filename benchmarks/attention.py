@@ -6,8 +6,8 @@ CUDA_VISIBLE_DEVICES=1 python benchmarks/attention.py --setting 27B --workers 6
 
 Each set of options is compiled anew, in several processes at a time; they take turns at the card to be timed.
 At the end the best are timed again alone, and together. What the default gives is the reference for their
-output and gradients ("error": the largest relative difference). The winner belongs into
-`dflash_core.draft_layers.HOPPER_OPTIONS`.
+output and gradients ("error": the largest relative difference). Training leaves the choice to torch: a winner
+would become the `kernel_options` of `dflash_core.draft_layers.attend`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 COMPILED_IN_TRAINING = ("drafter.py", "mask.py", "loss.py", "loss_kernel.py", "optimizer_kernel.py")
-COMPILED_IN_EXTRACTION = ("fused.py", "packed_body.py")
+COMPILED_IN_EXTRACTION = ("fused.py", "packed_body.py", "quantise_kernel.py")
 """Files whose functions are compiled; what they import of ours counts too."""
 
 # What is not named here counts, so that a new field can cost a compile but never hide one.

@@ -18,11 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dflash_core.fp8 import Fp8Linear
 
-HOPPER_OPTIONS: dict[str, Any] = {}
-"""Options of flex attention's kernels for bf16 on Hopper, as `benchmarks/attention.py` finds them; torch
-chooses the rest.
-"""
-
 
 class LayerWeights(NamedTuple):
     """Weights of one draft layer, as tensors: what `draft_layer` computes with."""
@@ -50,8 +45,6 @@ class LayerShape(NamedTuple):
     dtype: torch.dtype
     fp8: bool
     """Whether the products of the layers are in fp8."""
-    hopper: bool = False
-    """Whether flex attention's kernels get `HOPPER_OPTIONS`."""
 
 
 class Context(NamedTuple):
@@ -122,24 +115,13 @@ def context_keys_values(
     return Context(tuple(keys), tuple(values))
 
 
-def attend(
-    q_QHF: Tensor, k_SGF: Tensor, v_SGF: Tensor, mask: BlockMask | Tensor | None, hopper: bool
-) -> Tensor:
+def attend(q_QHF: Tensor, k_SGF: Tensor, v_SGF: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
     """Attention with grouped heads: flex attention for a `BlockMask`, SDPA for a dense bool [Q, S] mask or
     None (all visible). Queries come scaled, so that no kernel has to multiply its scores.
     """
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q_QHF, k_SGF, v_SGF))
     if isinstance(mask, BlockMask):
-        options = HOPPER_OPTIONS if hopper else None
-        out = flex_attention(
-            q,
-            k,
-            v,
-            block_mask=mask,
-            scale=1.0,
-            enable_gqa=True,
-            kernel_options=options,  # type: ignore[arg-type]
-        )
+        out = flex_attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
@@ -181,7 +163,7 @@ def attend_and_feed(
     dtype = shape.dtype
     k_SGF = torch.cat((context_keys_CGF, k_QGF), dim=0)
     v_SGF = torch.cat((context_values_CGF, v_QGF), dim=0)
-    attended = attend(q_PHF, k_SGF, v_SGF, mask, shape.hopper).reshape(-1, shape.num_heads * shape.head_dim)
+    attended = attend(q_PHF, k_SGF, v_SGF, mask).reshape(-1, shape.num_heads * shape.head_dim)
     x_PD = x_PD + product(attended, w.o_proj.to(dtype), shape)
     normed_PD = rms_norm(x_PD, w.post_attention_layernorm, shape.eps).to(dtype)
     # Two products, not one with joined weights: the gradients of gate and up then need not be joined either.

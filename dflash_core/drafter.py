@@ -267,7 +267,6 @@ class Drafter(nn.Module):
             eps=c.rms_norm_eps,
             dtype=self.compute_dtype,
             fp8=self.fp8,
-            hopper=self.compute_dtype == torch.bfloat16 and _on_hopper(self.fc.weight.device),
         )
 
     def context(self, taps_CE: Tensor, position_C: Tensor) -> Context:
@@ -379,10 +378,6 @@ class Drafter(nn.Module):
             keys, values = cache.keys[i][: cache.length], cache.values[i][: cache.length]
             x_KD = draft_layer(x_KD, keys, values, weights, cos_KF, sin_KF, mask, shape)
         return final_norm(x_KD, self.norm.weight, c.rms_norm_eps, self.compute_dtype)
-
-
-def _on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _sliding_mask(length: int, position_K: Tensor, window: int) -> Tensor:
