@@ -67,6 +67,11 @@ def load_text_config(path: str, revision: str | None) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig
 
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"the target's folder {path} holds no config.json: name one that transformers saved")
+    if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise UserError(f"the target's folder {path} does not exist (`make demo` makes that of the demo)")
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError) as error:

@@ -114,7 +114,8 @@ def capacity(
         extraction_hours=tokens / capture_rate / HOUR,
         extraction_tokens_per_s=capture_rate,
         write_mb_per_s=write / 1e6,
-        training_hours=training.epochs * tokens / train_rate / HOUR,
+        training_hours=optimizer_steps(training, tokens)
+        * (training.rows_per_step * training.row_tokens / train_rate / HOUR),
         validation_hours=validated * validation_seconds / HOUR,
         training_tokens_per_s=train_rate,
         read_mb_per_s=read / 1e6,
@@ -123,10 +124,15 @@ def capacity(
     )
 
 
+def optimizer_steps(training: TrainingConfig, tokens: float) -> float:
+    """Return how many optimizer steps a run takes on a data set of so many tokens."""
+    rows = tokens / training.row_tokens
+    return min(training.epochs * rows / training.rows_per_step, training.max_steps or math.inf)
+
+
 def validation_rows(training: TrainingConfig, tokens: float) -> float:
     """Return how many rows all validations of a run look at, for a data set of so many tokens."""
-    rows = tokens / training.row_tokens
-    steps = min(training.epochs * rows / training.rows_per_step, training.max_steps or math.inf)
+    rows, steps = tokens / training.row_tokens, optimizer_steps(training, tokens)
     each = min(training.validation_fraction * rows, training.validation_rows or math.inf)
     return steps / training.validate_every * each
 

@@ -45,14 +45,16 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 @app.command()
 def extract(
     config: ConfigFile,
-    only: Annotated[str, typer.Option(help="Redo just these shards, e.g. 3,17.", metavar="N,N")] = "",
+    only: Annotated[
+        str | None, typer.Option(help="Redo just these shards, e.g. 3,17.", metavar="N,N")
+    ] = None,
     store: Annotated[str | None, typer.Option(help="Put the data set here instead.", metavar="URI")] = None,
 ) -> None:
     """Turn chats into a sealed data set of the target's hidden states; run again to continue."""
     from flows.config import ExtractConfig, load_config
 
     settings = load_config(ExtractConfig, config)
-    shards = parse_numbers(only)
+    shards = [] if only is None else parse_numbers(only)
     with prefect_server():
         from flows.extract import extract_hidden_states
 
@@ -208,7 +210,7 @@ def evaluate(config: ConfigFile) -> None:
 def parse_numbers(text: str) -> list[int]:
     """Read "3,17" as numbers. Raises UserError."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"--only takes numbers of shards with commas between them, not {text!r}") from None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError
@@ -141,8 +142,8 @@ class DrafterShape(Config):
         mask_token_id = target.mask_token_id if self.mask_token_id is None else self.mask_token_id
         if mask_token_id is None:
             raise UserError(
-                f"target {target.name} has no default mask token: set drafter.mask_token_id to the id of a "
-                "token that chats never hold"
+                f"the target {target.name!r} has no default mask token: set drafter.mask_token_id to the id "
+                "of a token that chats never hold"
             )
         taps = capture.tap_layer_ids if self.tap_layer_ids is None else self.tap_layer_ids
         if absent := sorted(set(taps) - set(capture.tap_layer_ids)):
@@ -246,10 +247,10 @@ def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> A
         return kind.model_validate(values)
     except ValidationError as error:
         faults = [
-            f"  {'.'.join(map(str, fault['loc'])) or kind.__name__}: {_plain(fault)}"
+            f"  {'.'.join(map(str, fault['loc'])) or kind.__name__}: {_plain(fault, kind)}"
             for fault in error.errors()
         ]
-        raise UserError(f"{where} does not describe a {kind.__name__}:\n" + "\n".join(faults)) from error
+        raise UserError(f"{where} is no valid {kind.__name__}:\n" + "\n".join(faults)) from error
 
 
 def dump_config(config: Config) -> str:
@@ -257,9 +258,18 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
 
-def _plain(fault: Any) -> str:
+def _plain(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "extra_forbidden":
-        return "unknown name; see the configuration reference for the known ones"
+        near = difflib.get_close_matches(str(fault["loc"][-1]), _names(kind), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"unknown name; {hint}docs/configuration.md has all of them"
     if fault["type"] == "missing":
         return "missing"
     return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
+
+
+def _names(kind: type[BaseModel]) -> set[str]:
+    """Every name that may stand in a configuration of this kind, at any depth."""
+    definitions = kind.model_json_schema()
+    parts = [definitions, *definitions.get("$defs", {}).values()]
+    return {name for part in parts for name in part.get("properties", {})}

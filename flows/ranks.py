@@ -26,6 +26,7 @@ from typing import Any
 from dflash_core.configuration import UserError
 from flows.devices import held_locks, visible_gpus
 from flows.launch import OnMessage, ignore, python_module
+from flows.worker_process import own_modules
 
 TAIL_LINES = 80
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -62,7 +63,8 @@ def run_ranks(
     """
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
-    env = {**os.environ, **rank_environment(gpus, ranks), **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **own_modules(), **rank_environment(gpus, ranks), **(environment or {})}
+    env["PYTHONUNBUFFERED"] = "1"
     env[SHUTDOWN_VARIABLE] = str(shutdown_s)
     command = [*python_module("flows.ranks"), "--standalone", f"--nproc-per-node={ranks}"]
     command += [*(["--virtual-local-rank"] if gpus else []), "-m", module, *arguments]
@@ -264,7 +266,16 @@ def main() -> None:
 
     if SHUTDOWN_VARIABLE in os.environ:
         wait_for_ranks(int(os.environ[SHUTDOWN_VARIABLE]))
-    torchrun(sys.argv[1:])
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun(sys.argv[1:])
+    except ChildFailedError as failed:
+        # A rank that could say why it failed has done so.
+        for rank, failure in failed.failures.items():
+            if failure.exitcode < 0:
+                print(f"rank {rank} was ended by {failure.signal_name()}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
         "ratio": _ratio(dataset, tokens, size),
         "layers": layers,
         "lengths": _lengths(dataset),
-        "versions": sorted(versions),
+        "versions": [json.loads(version) for version in sorted(versions)],
     }
 
 

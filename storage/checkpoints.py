@@ -356,7 +356,8 @@ class Checkpoints:
             raise UserError(
                 f"the checkpoint of step {step} in {self._store.uri} belongs to another configuration:\n  "
                 + "\n  ".join(differing)
-                + "\nuse the old values, or another output to start anew"
+                + "\nuse the old values; or another output, which training.init_from: FOLDER begins with the "
+                "weights of an exported drafter"
             )
 
 

@@ -50,11 +50,15 @@ def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
     """Open file:///abs/path, a plain path, or s3://bucket/prefix.
 
     Keys, endpoint and region of S3 come from the usual AWS_* variables and files.
-    Raises StoreError for another scheme or an address that carries credentials. What is wrong is not shown:
-    a secret with a slash in it looks like the beginning of a prefix.
+    Raises StoreError for another scheme, a mistyped one, or an address that carries credentials. What is
+    wrong there is not shown: a secret with a slash in it looks like the beginning of a prefix.
     """
     text = str(uri)
     if "://" not in text:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.\-]*:/|s3/", text):
+            raise StoreError(
+                "the store's address looks mistyped: write s3://bucket/prefix, or ./ before a folder's name"
+            )
         return LocalStore(Path(text))
     parts = urlsplit(text)
     if "@" in parts.netloc:

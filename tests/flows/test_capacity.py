@@ -54,6 +54,8 @@ def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) ->
     bounded = capacity(extract, train.model_copy(update={"training": every}), 1e6, rates)
     hours = 10 * 5 * row_seconds / 3 / 3600
     assert hours / 3 < bounded.validation_hours < hours / 2
+    steps_s = 70 * train.training.rows_per_step * train.training.row_tokens / found.training_tokens_per_s
+    assert bounded.training_hours == pytest.approx(steps_s / 3600)
     whole = train.training.model_copy(update={"validation_rows": None})
     unbounded = capacity(extract, train.model_copy(update={"training": whole}), 1e6, rates)
     rows = 1e6 / 512

@@ -30,8 +30,8 @@ def test_defaults_are_filled_in_and_written_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD + "shard_token: 5\n", "shard_token: unknown name"),
-        (GOOD + "workers: {slot: [cpu]}\n", "workers.slot: unknown name"),
+        (GOOD + "shard_token: 5\n", "shard_token: unknown name; did you mean shard_tokens?"),
+        (GOOD + "workers: {slot: [cpu]}\n", "workers.slot: unknown name; did you mean slots?"),
         (GOOD + "shard_tokens: 0\n", "shard_tokens: .*greater than or equal to 1.*got 0"),
         (GOOD + "shard_tokens: many\n", "shard_tokens: .*got 'many'"),
         (GOOD + "codec: tolerance=7\n", "codec: .*tolerance=7"),

@@ -11,10 +11,13 @@ import torch
 
 from dflash_core.configuration import UserError
 from dflash_core.distributed import own_device
+from dflash_core.target_identity import load_text_config
+from flows.cli import parse_numbers
 from flows.config import TrainConfig
 from flows.extract_steps import worker_slots
 from flows.train_steps import open_training_data, output_folder
 from storage.dataset import Dataset
+from storage.objects import StoreError, open_store
 from tests.tiny import write_tiny_target
 
 MakeConfig = Callable[..., TrainConfig]
@@ -82,3 +85,16 @@ def test_prompts_and_output_are_looked_at_before_training(train_config: MakeConf
 
 def test_numbers_of_gpus_need_no_quotes(train_config: MakeConfig) -> None:
     assert train_config(gpus=[5, "6"]).gpus == ("5", "6")
+
+
+def test_what_was_meant_is_said_of_addresses_folders_and_numbers(tmp_path: Path) -> None:
+    for typo in ("s3:/bucket/prefix", "s3//bucket/prefix", "s3/bucket", "gs:/bucket"):
+        with pytest.raises(StoreError, match="mistyped: write s3://bucket/prefix"):
+            open_store(typo)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        load_text_config(str(tmp_path / "nowhere"), None)
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        load_text_config(str(tmp_path), None)
+    for numbers in ("", "2,", "2,x"):
+        with pytest.raises(UserError, match="--only takes numbers"):
+            parse_numbers(numbers)

@@ -147,6 +147,7 @@ def test_source_that_fails_leaves_nothing(store: Store, tmp_path: Path) -> None:
         "http://AKIA:half/secret@bucket/x",
         "file://AKIA:half/secret@bucket/x",
         "s3://B_/x",
+        "s3:/AKIA:half@bucket/x",
         "file://host/x",
     ],
 )

@@ -42,9 +42,9 @@ def test_the_printed_reader_reads(dataset: Dataset) -> None:
     for record in dataset.records().values():
         table = pq.read_table(dataset.store.open(record.object))
         for sample in dataset.samples(record.shard):
-            states_TD = made_states(sample, dataset.columns)["layer_003"]
+            states_TD = made_states(sample, dataset.columns)["layer_001"]
             for row in table.filter(np.array(table["sample_id"]) == sample.sample_id).to_pylist():
-                bits = names["read_cell"](row["layer_003"])
+                bits = names["read_cell"](row["layer_001"])
                 found_TD = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
                 start = row["first_token"]
                 assert torch.equal(found_TD, states_TD[start : start + len(found_TD)])
