@@ -46,9 +46,10 @@ def errors_logged(state: Any, level: int = logging.ERROR) -> list[str]:
     """What the log of a finished flow run says at this level or above, its tasks included."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter
-    from prefect.logging.handlers import APILogHandler
+    from prefect.logging.handlers import APILogWorker
 
-    APILogHandler().flush()
+    sent: Any = APILogWorker.drain_all(timeout=180)
+    assert not sent.not_done, "the server has not taken the log"
     query = {"flow_run_id": {"any_": [str(state.state_details.flow_run_id)]}, "level": {"ge_": level}}
     with get_client(sync_client=True) as client:
         return [record.message for record in client.read_logs(LogFilter.model_validate(query))]

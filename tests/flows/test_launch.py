@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,8 @@ def test_a_killed_worker_is_replaced_and_says_its_last_words() -> None:
 def test_a_silent_worker_is_killed_with_everything_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with pool(silence_s=1.5) as workers:
-        busy, _ = workers.run(
-            {"name": 0, "steps": 4, "seconds": 0.6}
-        )  # longer than the limit, but not silent
+        # Longer than the limit, but not silent.
+        busy, _ = workers.run({"name": 0, "steps": 20, "seconds": 0.1})
         began = time.monotonic()
         with pytest.raises(WorkerDied, match=r"said nothing for 1\.5 s"):
             workers.run({"name": 1, "fault": "child", "pid_file": str(pid_file)})
@@ -125,40 +125,34 @@ def test_errors_of_a_job_leave_the_worker_alive_unless_it_cannot_be_trusted() ->
         assert workers.workers[0].starts == 2
 
 
-def test_a_worker_begins_the_next_job_while_it_finishes_one() -> None:
-    def ask(name: str, **job: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                done[name] = workers.run({"name": name, **job})[0]
-            except (JobFailed, WorkerDied) as error:
-                done[name] = {"error": str(error)}
-            order.append(name)
+def test_a_worker_begins_the_next_job_while_it_finishes_one(tmp_path: Path) -> None:
+    def begin(name: str, finish_when: Path) -> Future[dict[str, Any]]:
+        """Have a job begun that ends when this file is there; return when it is only to be finished."""
+        finishing = threading.Event()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+        def hear(message: dict[str, Any]) -> None:
+            if message.get("what") == "finishing":
+                finishing.set()
 
-    done: dict[str, Any] = {}
-    order: list[str] = []
-    with pool(depth=2) as workers:
-        workers.run({"name": "first"})
-        threads = [ask("slow", finish_s=1.0)]
-        time.sleep(0.3)
-        threads.append(ask("quick"))
-        for thread in threads:
-            thread.join(20)
-        assert order == ["quick", "slow"]
-        assert done["slow"]["name"] == "slow" and done["slow"]["pid"] == done["quick"]["pid"]
+        job = {"name": name, "finish_s": 0.0, "finish_when": str(finish_when)}
+        future = threads.submit(lambda: workers.run(job, hear)[0])
+        assert finishing.wait(60)
+        return future
+
+    with ThreadPoolExecutor() as threads, pool(depth=2) as workers:
+        slow = begin("slow", tmp_path / "go")
+        quick, _ = workers.run({"name": "quick"})
+        assert not slow.done()
+        (tmp_path / "go").touch()
+        assert slow.result()["name"] == "slow" and slow.result()["pid"] == quick["pid"]
         with pytest.raises(JobFailed, match="the upload broke"):
             workers.run({"name": "broken", "finish_s": 0.0, "fault": "finish"})
         # Both jobs of a worker that dies come back.
-        order.clear()
-        threads = [ask("innocent", finish_s=30.0)]
-        time.sleep(0.3)
-        threads.append(ask("deadly", fault="kill"))
-        for thread in threads:
-            thread.join(20)
-        assert "SIGKILL" in done["innocent"]["error"] and "SIGKILL" in done["deadly"]["error"]
+        innocent = begin("innocent", tmp_path / "never")
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            workers.run({"name": "deadly", "fault": "kill"})
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            innocent.result()
 
 
 def test_the_next_try_goes_elsewhere_when_there_is_a_choice() -> None:
@@ -240,27 +234,34 @@ def test_workers_can_be_started_ahead_of_their_jobs() -> None:
         assert workers.run({"name": "first"})[1].starts == 1
         assert [worker.starts for worker in workers.workers] == [1, 1, 0]
     with pool(refuse=True) as workers:
-        workers.warm(1, heard.append)
+        told = threading.Event()
+
+        def hear(message: dict[str, Any]) -> None:
+            if "did not start: this set-up is refused" in message.get("text", ""):
+                told.set()
+
+        workers.warm(1, hear)
+        assert told.wait(60)
         with pytest.raises(UserError, match="this set-up is refused"):
             workers.run({"name": "first"})
-    assert any("did not start: this set-up is refused" in message.get("text", "") for message in heard)
 
 
 def test_closing_the_pool_ends_busy_workers_at_once_and_frees_who_waits() -> None:
     workers = pool()
     first, _ = workers.run({"name": 0})
     outcomes: list[BaseException] = []
+    busy = threading.Event()
 
     def ask() -> None:
         try:
-            workers.run({"name": 1, "seconds": 3600})
+            workers.run({"name": 1, "seconds": 3600}, lambda message: busy.set())
         except PoolClosed as error:
             outcomes.append(error)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    assert busy.wait(60)
     began = time.monotonic()
     workers.close()
     for thread in threads:
@@ -276,12 +277,13 @@ import sys
 from flows.launch import WorkerPool
 pool = WorkerPool(["cpu"], {TOY!r}, {{}})
 print(pool.run({{"name": 0}})[0]["pid"], flush=True)
-pool.run({{"name": 1, "seconds": 3600}})
+pool.run({{"name": 1, "seconds": 3600}}, lambda message: print(message["kind"], flush=True))
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.5)
+    while parent.stdout.readline() != "progress\n":  # in the middle of the second job
+        assert parent.poll() is None
     assert alive(pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait()

@@ -5,7 +5,6 @@ exports.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +116,17 @@ def write_job(job: TrainJob) -> str:
     return str(folder / "run.json")
 
 
+def stopped_when(job: TrainJob, folder: Path, ranks: int, **said: Any) -> dict[str, Any]:
+    """Run the ranks, of which the first is asked to stop when it has said this; return its last message."""
+    heard: list[dict[str, Any]] = []
+    arguments = ["SIGTERM", json.dumps(said), str(folder / "asked"), "flows.train_worker", write_job(job)]
+    environment = {"OMP_NUM_THREADS": "1"}
+    run_ranks(
+        "tests.flows.signalled", arguments, ranks=ranks, environment=environment, on_message=heard.append
+    )
+    return next(message for message in heard if message["kind"] == "finished")
+
+
 @pytest.fixture(scope="module")
 def whole(dataset: Dataset, target: str, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
     """A run from start to end on one rank."""
@@ -154,21 +164,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
     whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
 ) -> None:
     job = make_job(dataset, target, tmp_path / "stopped")
-    heard: list[dict[str, Any]] = []
-
-    def on_message(message: dict[str, Any]) -> None:
-        heard.append(message)
-        if message["kind"] == "started":  # the whole run takes less than a second from here
-            os.kill(message["pid"], signal.SIGTERM)
-
-    run_ranks(
-        "flows.train_worker",
-        [write_job(job)],
-        ranks=1,
-        environment={"OMP_NUM_THREADS": "1"},
-        on_message=on_message,
-    )
-    finished = next(m for m in heard if m["kind"] == "finished")
+    finished = stopped_when(job, tmp_path, ranks=1, kind="started")
     assert finished["stopped"] and 0 < finished["optimizer_step"] < 12
     assert not Path(job.export).exists()
     run_here(job)
@@ -192,21 +188,7 @@ def test_a_request_to_stop_cuts_a_validation_short_on_all_ranks(
     dataset: Dataset, target: str, tmp_path: Path
 ) -> None:
     job = make_job(dataset, target, tmp_path, validation_fraction=0.9, validate_every=2, checkpoint_every=99)
-    heard: list[dict[str, Any]] = []
-
-    def on_message(message: dict[str, Any]) -> None:
-        heard.append(message)
-        if message["kind"] == "progress" and message["done"] == 1:
-            os.kill(next(m["pid"] for m in heard if m["kind"] == "started"), signal.SIGTERM)
-
-    run_ranks(
-        "flows.train_worker",
-        [write_job(job)],
-        ranks=2,
-        environment={"OMP_NUM_THREADS": "1"},
-        on_message=on_message,
-    )
-    finished = next(m for m in heard if m["kind"] == "finished")
+    finished = stopped_when(job, tmp_path, ranks=2, kind="progress", done=1)
     assert finished["stopped"] and finished["optimizer_step"] == 2
     assert not [row for row in metrics(job) if "validation/loss" in row]
     assert Checkpoints(open_store(job.config.output), {}, keep=9).steps() == [2]

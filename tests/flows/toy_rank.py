@@ -20,6 +20,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, save)
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0 and len(sys.argv) > 2:
+            Path(sys.argv[2]).touch()
     say(
         "hello",
         rank=rank,
@@ -35,7 +37,8 @@ def main() -> None:
     if rank == 1 and fault == "error":
         raise RuntimeError("it broke")
     if rank == 1 and fault == "stubborn":
-        time.sleep(2)  # rank 0 has its handler by now
+        while not Path(sys.argv[2]).exists():  # rank 0 hears SIGTERM until then
+            time.sleep(0.01)
         raise RuntimeError("the other one does not hear")
     if rank == 1 and fault == "kill":
         os.kill(os.getpid(), 9)

@@ -43,10 +43,13 @@ def start(channel: Channel, setup: dict[str, Any]) -> RunJob:
             return result
 
         def finish() -> dict[str, Any]:
+            channel.say("progress", what="finishing")
             if job.get("fault") == "device":
                 time.sleep(3600)
             with channel.waiting("upload"):
                 time.sleep(job["finish_s"])
+                while "finish_when" in job and not Path(job["finish_when"]).exists():
+                    time.sleep(0.01)
             if job.get("fault") == "finish":
                 raise RuntimeError("the upload broke")
             return result
