@@ -307,7 +307,7 @@ def test_a_head_of_its_own_counts_though_the_configuration_says_tied(tmp_path: P
 
 
 def test_incomplete_or_absent_targets_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the target's configuration"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         describe_target(TargetConfig(path=str(tmp_path / "nowhere")))
     broken = tmp_path / "broken"
     shutil.copytree(folders["qwen3"], broken)
