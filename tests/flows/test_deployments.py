@@ -10,6 +10,7 @@ import yaml
 
 from dflash_core.loss import resolve_gamma
 from flows.config import ExtractConfig, TrainConfig, load_config
+from flows.evaluate import EvaluateConfig
 from flows.prefect_plugin import NAMES, full_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,6 +99,10 @@ def test_presets_are_whole(path: Path) -> None:
         assert rows % max(1, len(config.gpus)) == 0, "a rank would wait for the others"
         extraction = load_config(ExtractConfig, path.with_name("extract.yaml"))
         assert config.dataset == extraction.store and config.target == extraction.target.path
+    elif path.stem == "evaluate":
+        config = load_config(EvaluateConfig, path)
+        training = load_config(TrainConfig, path.with_name("train.yaml"))
+        assert (config.target, str(config.drafter)) == (training.target, f"{training.output}/drafter")
     else:
         load_config(ExtractConfig, path)
 
