@@ -44,6 +44,8 @@ def test_a_stopped_command_ends_soon_with_its_server_and_can_be_run_again(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Under nohup it would be ignored, by the command as well.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     command = start()
