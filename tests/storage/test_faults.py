@@ -93,16 +93,19 @@ def test_uploads_killed_at_random_moments(
     moments = random.Random(3)
     whole = crew.seconds({"do": "put", "store": uri, "key": "whole", "file": str(tmp_path / "large")})
     seen: list[str] = []
-    for number in range(5):
+    number = 0
+    # On a busy machine a kill may come before or after all of an upload: until one came in the middle of it.
+    while number < 5 or (where == "s3" and not seen):
+        assert number < 40, "no kill came in the middle of an upload"
+        number += 1
         task = {"do": "put", "store": uri, "key": f"object-{number}", "file": str(tmp_path / "large")}
-        crew.run(task, kill_after=moments.uniform(0.1, 0.7) * whole)
+        crew.run(task, kill_after=moments.uniform(0.1, 0.9) * whole)
         assert all(store.get(info.key) == LARGE for info in store.list())
         seen += store.abort_unfinished()
         if f"object-{number}" not in {info.key for info in store.list()}:
             assert crew.run(task) == 0
         assert store.get(f"object-{number}") == LARGE
     assert not store.abort_unfinished()
-    assert where == "local" or seen
 
 
 def test_server_killed_while_uploading(s3: SeaweedServer, s3_uri: str, tmp_path: Path) -> None:
