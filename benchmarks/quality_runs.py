@@ -107,16 +107,18 @@ def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experim
 
     `anchors`: blocks of a step where the experiment does not say otherwise.
     """
-    rounds: dict[float, list[Experiment]] = defaultdict(list)
+    # All seeds of the codecs at first: a process takes those of the data that it has read.
+    rounds = [
+        [
+            Experiment(group="codec", name=codec, codec=codec, seed=seed)
+            for seed in range(seeds)
+            for codec in CODECS
+        ]
+    ]
     for seed in range(seeds):
-        # All seeds of the codecs at first: a process takes those of the data that it has read.
-        rounds[0] += [Experiment(group="codec", name=codec, codec=codec, seed=seed) for codec in CODECS]
-        for place, some in enumerate(
-            (_strong("longer", seed), _strong("combined", seed), _ablations(seed, anchors), _finer(seed))
-        ):
-            rounds[1 + seed + place / 10] += some
-    ordered = [rounds[key] for key in sorted(rounds)]
-    return [replace(e, round=i) for i, some in enumerate(ordered) for e in some if e.group in groups]
+        rounds += [_strong("longer", seed), _strong("combined", seed)]
+        rounds += [_ablations(seed, anchors), _finer(seed)]
+    return [replace(e, round=i) for i, some in enumerate(rounds) for e in some if e.group in groups]
 
 
 def _ablations(seed: int, anchors: int) -> list[Experiment]:
