@@ -1,7 +1,7 @@
 """Byte code for the processes of a run, where their environment keeps none.
 
 Images and installers often leave Python's byte code out, and their folders cannot be written to: then every
-process compiles torch from its sources, which takes longer than a restored start has left otherwise.
+process compiles torch's sources anew, which takes seconds of each start.
 """
 
 from __future__ import annotations
