@@ -348,7 +348,7 @@ class Run:
         samples = [s for p in datasets.held_out.plan.shards for s in datasets.held_out.samples(p.shard)]
         a = self.arguments
         responder = Responder(self.target, None, CHAT, self.device, self.dtype)
-        decoding = Decoding(samples, responder, a.decode_prompts, a.decode_tokens)
+        decoding = Decoding(samples, responder, a.decode_prompts, a.decode_tokens, a.decode_passes)
         for experiment in self.wanted:
             folder = self.output / "drafters" / experiment.key
             if folder.exists() and not self.result(experiment, "decoded").exists() and self.time_left():
@@ -445,6 +445,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4, help="of the entropy coder, in each process")
     parser.add_argument("--decode-prompts", type=int, default=4, help="prompts of each family decoded really")
     parser.add_argument("--decode-tokens", type=int, default=128)
+    parser.add_argument("--decode-passes", type=int, default=3, help="of which the quickest counts")
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--ends", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

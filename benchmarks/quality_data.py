@@ -361,7 +361,11 @@ def read_chats(
     last_hidden: bool = False,
     taps: Sequence[int] | None = None,
 ) -> Chats:
-    """Read a whole data set into memory on the device; `taps` chooses some by place."""
+    """Read a whole data set into memory on the device; `taps` chooses some by place.
+
+    The arithmetic runs on the CPU: chats as short and states as narrow as these make many small kernels,
+    which take their turn behind those of every other process that trains on this GPU.
+    """
     samples = [sample for planned in dataset.plan.shards for sample in dataset.samples(planned.shard)]
     width = dataset.spec.target.hidden_size
     names = [name for name in dataset.columns if name != LAST_HIDDEN]
@@ -372,9 +376,9 @@ def read_chats(
     rows = _rows_in_order(chats.starts_S, row_tokens)
     config = ReaderConfig(threads=threads)
     at, taps_width = 0, chats.taps_TE.shape[1]
-    with RowReader(dataset, columns, rows, row_tokens=row_tokens, device=device, config=config) as reader:
+    with RowReader(dataset, columns, rows, row_tokens=row_tokens, device="cpu", config=config) as reader:
         for packed, states_CE in reader:
-            states_TE = states_CE[: packed.num_tokens]
+            states_TE = states_CE[: packed.num_tokens].to(device)
             chats.taps_TE[at : at + packed.num_tokens] = states_TE[:, :taps_width]
             if chats.last_TD is not None:
                 chats.last_TD[at : at + packed.num_tokens] = states_TE[:, taps_width:]
