@@ -31,7 +31,7 @@ class Rates(Config):
     ratio: float | None = None
     """Size of bf16 states over size on disk; None: what the codec reached on real text (docs/codec.md)."""
     network_gbit: float = 25.0
-    """Between the host and the store."""
+    """Between the store and all GPUs of a stage together."""
 
 
 RATIOS = {"lossless": 1.49, "fp8": 2.35}
@@ -49,7 +49,7 @@ TOLERANCE_RATIOS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a project needs."""
+    """What a project needs; hours and rates are those of the slower of GPUs and network."""
 
     extraction_gpus: int
     training_gpus: int
@@ -98,14 +98,17 @@ def capacity(
     workers = gpu_count(extraction_gpus, extract.workers.slots)
     ranks = gpu_count(training_gpus, train.gpus)
     body = body_parameters(text, capture)
+    network = rates.network_gbit * GIGA / 8
     capture_rate = workers * rates.capture_share * rates.peak_tflops * 1e12 / (2 * body)
     training = train.training
     flops = row_flops(drafter, training.row_tokens, training.anchors_per_row * drafter.block_size)
     row_seconds = flops / (rates.training_share * rates.peak_tflops * 1e12)
     train_rate = ranks * training.row_tokens / row_seconds
-    validated = validation_rows(training, tokens)
-    validation_seconds = row_seconds * forward_share(drafter, training) / ranks
-    write, read = capture_rate * stored, train_rate * wanted
+    validation_rate = train_rate / forward_share(drafter, training)
+    limits = bottlenecks(capture_rate * stored, train_rate * wanted, network)
+    capture_rate = min(capture_rate, network / stored)
+    train_rate, validation_rate = (min(rate, network / wanted) for rate in (train_rate, validation_rate))
+    validated = validation_rows(training, tokens) * training.row_tokens
     return Capacity(
         extraction_gpus=workers,
         training_gpus=ranks,
@@ -113,14 +116,14 @@ def capacity(
         stored_bytes=tokens * stored,
         extraction_hours=tokens / capture_rate / HOUR,
         extraction_tokens_per_s=capture_rate,
-        write_mb_per_s=write / 1e6,
+        write_mb_per_s=capture_rate * stored / 1e6,
         training_hours=optimizer_steps(training, tokens)
         * (training.rows_per_step * training.row_tokens / train_rate / HOUR),
-        validation_hours=validated * validation_seconds / HOUR,
+        validation_hours=validated / validation_rate / HOUR,
         training_tokens_per_s=train_rate,
-        read_mb_per_s=read / 1e6,
+        read_mb_per_s=train_rate * wanted / 1e6,
         checkpoint_bytes=12.0 * drafter_parameters(drafter),
-        bottlenecks=bottlenecks(write, read, rates.network_gbit * GIGA / 8),
+        bottlenecks=limits,
     )
 
 
@@ -199,12 +202,12 @@ def drafter_parameters(drafter: DrafterConfig) -> float:
 
 
 def bottlenecks(write: float, read: float, network: float) -> tuple[str, ...]:
-    """Say what limits each stage; rates in bytes a second."""
+    """Say what limits each stage; rates in bytes a second, `write` and `read` those that the GPUs ask for."""
     sentences = []
     for stage, rate in (("extraction", write), ("training", read)):
         share = rate / network
         if share > 1:
-            sentences.append(f"{stage} is limited by the network: it wants {share:.1f} times of it")
+            sentences.append(f"{stage} is limited by the network: its GPUs ask for {share:.1f} times of it")
         else:
             sentences.append(f"{stage} is limited by the GPUs: it needs {share:.0%} of the network")
     return tuple(sentences)

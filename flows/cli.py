@@ -79,11 +79,14 @@ def train(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs/demo"),
+    steps: Annotated[
+        int | None, typer.Option(help="Train for fewer steps: quicker, and accepted less.", min=1)
+    ] = None,
 ) -> None:
     """Run the whole pipeline with a small real chat model on the CPU, in minutes."""
     from flows.demo import demo as run
 
-    run(output)
+    run(output, steps)
 
 
 @app.command()
@@ -117,7 +120,9 @@ def plan(
     training_gpus: Annotated[
         int | None, typer.Option("--train-gpus", help="Default: as for extraction.")
     ] = None,
-    network_gbit: Annotated[float, typer.Option(help="Between each host and the store.")] = 25.0,
+    network_gbit: Annotated[
+        float, typer.Option(help="Between the store and all GPUs of a stage together.")
+    ] = 25.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Work out storage, hours, network rates and the bottleneck of a project before it begins."""

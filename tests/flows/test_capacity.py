@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dflash_core.target import describe_target, load_target
 from dflash_core.target_identity import load_text_config
-from flows.capacity import Rates, body_parameters, capacity, codec_ratio, gpu_count
+from flows.capacity import Rates, body_parameters, capacity, codec_ratio, gpu_count, validation_rows
 from flows.cli import app
 from flows.config import ExtractConfig, TrainConfig, dump_config
 
@@ -62,8 +62,27 @@ def test_the_arithmetic(extract_config: MakeExtract, train_config: MakeTrain) ->
     assert unbounded.validation_hours / bounded.validation_hours == pytest.approx(
         (3 * rows / 500 * 0.02 * rows) / (10 * 5)
     )
-    slow = capacity(extract, train, 1e6, rates.model_copy(update={"network_gbit": 1e-6}))
+
+
+def test_hours_are_those_of_the_slowest_part(extract_config: MakeExtract, train_config: MakeTrain) -> None:
+    extract, train = extract_config(), train_config(gpus=["2", "3"])
+    fast = capacity(extract, train, 1e6, Rates(network_gbit=1e9))
+    assert all("limited by the GPUs" in sentence for sentence in fast.bottlenecks)
+    slow = capacity(extract, train, 1e6, Rates(network_gbit=8e-3))  # 1 MB/s
     assert all("limited by the network" in sentence for sentence in slow.bottlenecks)
+    assert f"ask for {fast.write_mb_per_s:.1f} times of it" in slow.bottlenecks[0]
+    assert slow.write_mb_per_s == slow.read_mb_per_s == pytest.approx(1.0)
+    assert slow.extraction_tokens_per_s == pytest.approx(1e6 / slow.bytes_per_token)
+    assert slow.extraction_hours == pytest.approx(slow.stored_bytes / 1e6 / 3600)
+    # Nothing is kept between uses: every token of an epoch and of a validation comes over the network.
+    assert slow.training_hours == pytest.approx(train.training.epochs * slow.extraction_hours)
+    rows = validation_rows(train.training, 1e6)
+    validated = rows * train.training.row_tokens * slow.bytes_per_token
+    assert slow.validation_hours == pytest.approx(validated / 1e6 / 3600)
+    # A forward asks for more of the network than a step: here it alone is held up.
+    between = Rates(network_gbit=fast.read_mb_per_s * 8e-3 * 1.5)
+    found = capacity(extract, train, 1e6, between)
+    assert found.training_hours == fast.training_hours and found.validation_hours > fast.validation_hours
 
 
 def test_sizes_of_codecs_are_those_that_were_measured() -> None:
