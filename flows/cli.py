@@ -55,7 +55,9 @@ def extract(
 
     settings = load_config(ExtractConfig, config)
     shards = [] if only is None else parse_numbers(only)
-    with prefect_server():
+    goes_on = "captures those that are missing" if only is None else f"redoes all of {only}"
+    kept = f"finished shards are kept in {store or settings.store}, and the same command {goes_on}"
+    with interrupted_in_words(kept), prefect_server():
         from flows.extract import extract_hidden_states
 
         finish(extract_hidden_states(settings, only=shards, store=store, return_state=True))
@@ -70,7 +72,11 @@ def train(
     from flows.config import TrainConfig, load_config
 
     settings = load_config(TrainConfig, config)
-    with prefect_server():
+    kept = (
+        f"checkpoints are kept in {settings.output}, and the same command continues from the latest, or from "
+        "the start where there is none"
+    )
+    with interrupted_in_words(kept), prefect_server():
         from flows.train import train_drafter
 
         finish(train_drafter(settings, dataset=dataset, return_state=True))
@@ -223,6 +229,16 @@ def parse_numbers(text: str) -> list[int]:
 def show_progress(done: int, total: int | None) -> None:
     """Rewrite one line of the terminal."""
     typer.echo(f"\r{done} of {total if total is not None else '?'}", nl=False, err=True)
+
+
+@contextlib.contextmanager
+def interrupted_in_words(kept: str) -> Iterator[None]:
+    """Say as the last line, where Ctrl-C ends the block, what is kept and how the run is continued."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {kept}", err=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -54,6 +54,8 @@ def test_a_stopped_command_ends_soon_with_its_server_and_can_be_run_again(
     os.killpg(command.pid, stop)  # as a terminal does: the whole group hears it
     _, words = command.communicate(timeout=90)
     assert command.returncode not in (0, None) and "using a temporary one" in words
+    last_line = words.splitlines()[-1]
+    assert last_line.startswith(f"interrupted: finished shards are kept in {config.store}, and the same com")
     assert helpers and not [pid for pid in helpers if Path(f"/proc/{pid}").exists()]
     assert states(home) == ["CRASHED"]
     dataset = open_dataset(str(tmp_path / "store"))

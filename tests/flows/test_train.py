@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -114,12 +116,14 @@ def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
         "max_new_tokens": 12,
         "dtype": "float32",
     }
-    hopeless = {"max_steps": 1}  # whoever has a checkpoint has passed the gate, or has come without it
-    config = train_config(evaluation=evaluation, overfit=hopeless)
     path = tmp_path / "train.yaml"
-    path.write_text(dump_config(config))
+    path.write_text(dump_config(train_config(evaluation=evaluation)))
     output = tmp_path / "output"
-    done = cut_off(path, output, after_step=5)
+    done, last_line = cut_off(path, output, after_step=5)
+    assert last_line.startswith(f"interrupted: checkpoints are kept in {output}, and the same command cont")
+
+    hopeless = {"max_steps": 1}  # whoever has a checkpoint has passed the gate, or has come without it
+    path.write_text(dump_config(train_config(evaluation=evaluation, overfit=hopeless)))
 
     result = CliRunner().invoke(app, ["train", "--config", str(path)])
     assert result.exit_code == 0, result.output
@@ -156,28 +160,20 @@ def test_a_server_that_refuses_artifacts_costs_warnings_alone(train_config: Make
     assert any("503" in line for line in errors_logged(state, logging.WARNING))
 
 
-def cut_off(config: Path, output: Path, after_step: int) -> int:
-    """Start training in plain Python and interrupt it once it has done some steps; return how many."""
-    script = f"""
-from pathlib import Path
-from flows.config import TrainConfig, load_config
-from flows.train_steps import TrainingLog, open_training_data, output_folder, train
+def cut_off(config: Path, output: Path, after_step: int) -> tuple[int, str]:
+    """Start the command and interrupt it once it has done some steps; return how many, and its last line."""
+    from prefect.settings import PREFECT_API_URL
 
-config = load_config(TrainConfig, {str(config)!r})
-dataset, drafter = open_training_data(config)
-with output_folder(config) as folder:
-    train(config, dataset, drafter, folder, TrainingLog(), lambda message: print(message, flush=True))
-"""
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    heard = []
-    for line in process.stdout:
-        heard.append(line)
-        if len(read_metrics(output)) >= after_step:
-            break
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "dflash", "train", "--config", config],
+        env={**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value() or ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and len(read_metrics(output)) < after_step:
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    process.stdout.read()
-    process.wait(30)
+    _, words = process.communicate(timeout=120)
     steps = len(read_metrics(output))
-    assert steps, "".join(heard)
-    return steps
+    assert steps, words
+    return steps, words.splitlines()[-1]
