@@ -157,7 +157,7 @@ def mask_token_id(token: int | str | None, spec: TargetSpec, tokenizer: Any) -> 
         )
         raise UserError(
             f"{spec.name} ({spec.model_type}, {rows} embedding rows) has no default mask token; "
-            f"set mask_token to a token's text or id: {free}"
+            f"set target.mask_token to a token's text or id: {free}"
         )
     chosen: int | None = tokenizer.get_vocab().get(token) if isinstance(token, str) else token
     if chosen is None:

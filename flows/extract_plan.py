@@ -14,8 +14,8 @@ from typing import Any
 from dflash_core.chat import ChatEncoder
 from dflash_core.configuration import UserError
 from dflash_core.messages import ChatError
-from dflash_core.records import Sample
-from dflash_core.target import describe_target, load_tokenizer
+from dflash_core.records import Sample, TargetSpec
+from dflash_core.target import describe_target, load_tokenizer, mask_token_id
 from flows.config import ExtractConfig
 from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 from storage.dataset import Dataset, DatasetError, DatasetSpec, create_dataset, open_dataset
@@ -131,6 +131,7 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
     """
     sources = (config.responses.output,) if config.responses else config.chats
     target, capture = describe_target(config.target)
+    _warn_without_mask_token(config, target)
     spec = DatasetSpec(
         target=target,
         capture=capture,
@@ -167,3 +168,17 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
         *(dataset.uri, plan.samples, plan.tokens, plan.supervised, len(plan.shards)),
     )
     return dataset
+
+
+def _warn_without_mask_token(config: ExtractConfig, target: TargetSpec) -> None:
+    """A drafter can name its own, so the data set is of use; but no chat was checked for that token then."""
+    if target.mask_token_id is not None:
+        return
+    try:
+        mask_token_id(None, target, load_tokenizer(config.target.path, config.target.revision))
+    except UserError as error:
+        log.warning(
+            "%s. Without it training is refused until drafter.mask_token_id names one, and chats that hold "
+            "that token are not found; set later, target.mask_token makes another data set",
+            error,
+        )

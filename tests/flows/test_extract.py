@@ -23,7 +23,7 @@ from dflash_core.configuration import UserError
 from dflash_core.records import CapturedSample
 from dflash_core.target import Target, TargetOutOfMemory
 from flows.channel import Unusable
-from flows.config import ExtractConfig, dump_config
+from flows.config import ExtractConfig, TrainConfig, dump_config
 from flows.extract_plan import plan_dataset
 from flows.extract_steps import (
     ShardRunner,
@@ -41,6 +41,7 @@ from storage.writer import ShardWriter
 from tests.flows.conftest import errors_logged
 from tests.flows.plain_extraction import run_extraction
 from tests.storage.faulty_proxy import Rule, faulty_proxy
+from tests.tiny import MASK_TOKEN_ID
 
 MakeConfig = Callable[..., ExtractConfig]
 
@@ -240,6 +241,34 @@ def test_bad_chats_end_the_run_and_leave_no_data_set(
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     dataset = plan_dataset(extract_config(chats=[str(spoilt)], max_bad_fraction=0.2))
     assert dataset.plan.samples == 18
+
+
+def test_a_missing_mask_token_is_told_before_anything_is_captured(
+    extract_config: MakeConfig, train_config: Callable[..., TrainConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = extract_config()
+    plan_dataset(config)
+    assert not caplog.messages
+    bare = config.model_copy(update={"target": config.target.model_copy(update={"mask_token": None})})
+    spec = plan_dataset(bare).spec
+    plan_dataset(bare)  # the shards may not be captured yet
+    first, second = caplog.messages
+    assert first == second and "has no default mask token; set target.mask_token to a token's text" in first
+    assert "unused rows" in first and "drafter.mask_token_id" in first
+    shape = train_config().drafter
+    with pytest.raises(UserError, match=r"drafter\.mask_token_id"):
+        shape.for_target(spec.target, spec.capture)
+    named = shape.model_copy(update={"mask_token_id": MASK_TOKEN_ID})
+    assert named.for_target(spec.target, spec.capture).mask_token_id == MASK_TOKEN_ID
+
+
+def test_a_mask_token_that_cannot_be_is_refused_at_planning(extract_config: MakeConfig) -> None:
+    config = extract_config()
+    for wrong in ("no such token", 320, -1):
+        target = config.target.model_copy(update={"mask_token": wrong})
+        with pytest.raises(UserError, match="mask_token"):
+            plan_dataset(config.model_copy(update={"target": target}))
+    assert not Path(config.store).exists()
 
 
 def test_a_chat_that_holds_the_mask_token_is_bad(extract_config: MakeConfig) -> None:
