@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/cpu.txt
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -19,7 +20,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: $(STAMP) ## chats to an accepted drafter on the CPU, in minutes (report in runs/demo)
-	$(BIN)/dflash demo --output runs/demo
+	$(BIN)/dflash demo --output runs/demo $(DEMO_ARGS)
 
 test: lint types tests ## lint, types and the whole test suite
 

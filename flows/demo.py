@@ -23,15 +23,15 @@ CONFIGS = Path("configs/demo")
 TRAINED_ON, HELD_OUT = "trained on", "held out"
 
 
-def demo(output: Path) -> dict[str, Any]:
+def demo(output: Path, steps: int | None = None) -> dict[str, Any]:
     """Run the demo into `output` and return the report that it writes to report.json there.
 
-    Run again, it continues what it finds. Raises UserError when a stage fails.
+    `steps` shortens the training. Run again, it continues what it finds. Raises UserError when a stage fails.
     """
     if not CONFIGS.is_dir():
         raise UserError(f"no {CONFIGS} here: run the demo in the root of the repository")
     output.mkdir(parents=True, exist_ok=True)
-    extract, train = _configurations(output.resolve())
+    extract, train = _configurations(output.resolve(), steps)
     seconds: dict[str, float] = {}
     with bars() as console:
         console.print(f"[bold]DFlash demo[/] in {output}: SmolLM2-135M-Instruct learns to be drafted for")
@@ -50,8 +50,8 @@ def demo(output: Path) -> dict[str, Any]:
     return report
 
 
-def _configurations(output: Path) -> tuple[ExtractConfig, TrainConfig]:
-    """The demo's configurations with every path moved to `output`."""
+def _configurations(output: Path, steps: int | None) -> tuple[ExtractConfig, TrainConfig]:
+    """The demo's configurations with every path moved to `output`, trained for `steps` if given."""
     extract = load_config(ExtractConfig, CONFIGS / "extract.yaml")
     train = load_config(TrainConfig, CONFIGS / "train.yaml")
     assert extract.responses is not None
@@ -63,7 +63,9 @@ def _configurations(output: Path) -> tuple[ExtractConfig, TrainConfig]:
             "responses": extract.responses.model_copy(update={"output": str(output / "responses")}),
         }
     )
-    update = {"dataset": store, "target": target, "output": str(output / "training")}
+    update: dict[str, Any] = {"dataset": store, "target": target, "output": str(output / "training")}
+    if steps is not None:
+        update["training"] = train.training.model_copy(update={"max_steps": steps})
     return extract, train.model_copy(update=update)
 
 
