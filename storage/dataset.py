@@ -461,6 +461,7 @@ def create_dataset(
             if {info.key for info in root.list("")} == set(created):
                 for key in reversed(created):
                     root.delete(key)
+                root.remove_folders()
             raise
     return dataset
 

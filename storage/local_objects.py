@@ -38,6 +38,8 @@ class LocalStore:
         if unquote(urlsplit(self.uri).path) != str(self._root):
             raise StoreError(f"{self._root}: the path of a store's folder may hold neither '#', '?' nor '%'")
         self.scratch_dir: Path | None = self._root
+        self._made: set[Path] = set()
+        """Folders that were not there before."""
 
     def child(self, folder: str) -> LocalStore:
         return LocalStore(self._root / check_key(folder))
@@ -80,6 +82,8 @@ class LocalStore:
                 self._publish(temporary, file, target, overwrite=True)
 
     def _prepare(self, target: Path, overwrite: bool) -> None:
+        absent = [] if target.parent.is_dir() else [target.parent, *target.parent.parents]
+        self._made.update(folder for folder in absent if not folder.exists())
         target.parent.mkdir(parents=True, exist_ok=True)
         if not overwrite and target.exists():  # saves the work; the link below is what decides
             raise FileExistsError(target)
@@ -171,6 +175,11 @@ class LocalStore:
     def delete(self, key: str) -> None:
         with self._translated("deleting", key):
             self.path(key).unlink(missing_ok=True)
+
+    def remove_folders(self) -> None:
+        for folder in sorted(self._made, key=lambda path: len(path.parts), reverse=True):
+            with suppress(OSError):  # somebody else put something there, or removed it
+                folder.rmdir()
 
     def abort_unfinished(
         self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False

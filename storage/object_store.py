@@ -106,6 +106,9 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; silent when there is none."""
 
+    def remove_folders(self) -> None:
+        """Remove those folders that this very store has made and that are empty; S3 has none."""
+
     def abort_unfinished(
         self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False
     ) -> Sequence[str]:

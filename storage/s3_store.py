@@ -279,6 +279,9 @@ class S3Store:
         where = self._where(key)
         self._request("deleting", key, lambda client: client.delete_object(**where))
 
+    def remove_folders(self) -> None:
+        pass
+
     def abort_unfinished(
         self, prefix: str = "", older_than: float = 0.0, dry_run: bool = False
     ) -> Sequence[str]:

@@ -142,6 +142,21 @@ def test_samples_that_cannot_be_used_leave_nothing(root: Store) -> None:
     assert not list(root.list(""))
 
 
+def test_not_even_folders_are_left_of_what_cannot_be_used(tmp_path: Path) -> None:
+    samples = made_samples(40)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for folder in (tmp_path / "a" / "b", kept):
+        with pytest.raises(DatasetError, match="two samples"):
+            create_dataset(open_store(folder), "made", made_spec(), [*samples, samples[0]])
+    assert [*tmp_path.rglob("*")] == [kept], "what was there stays"
+    made_dataset(kept, made_spec(), samples)
+    before = contents(open_store(kept))
+    with pytest.raises(DatasetError, match="two samples"):
+        create_dataset(open_store(kept), "other", made_spec(), [*samples, samples[0]])
+    assert contents(open_store(kept)) == before and len([*kept.iterdir()]) == 1
+
+
 def test_a_planner_that_fails_takes_nothing_of_another(root: Store) -> None:
     samples = made_samples(40)
 
