@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from dflash_core.configuration import Config, UserError, fingerprint
+from dflash_core.own_modules import own_modules
 
 VARIABLE_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_", "AOT_", "PYTORCH_NVFUSER")
 """Environment variables that change what is compiled start with one of these."""
@@ -219,7 +220,7 @@ def environment_here(variables: Mapping[str, str] | None = None, timeout: float 
     try:
         child = subprocess.run(
             command,
-            env={**os.environ, **(variables or {})},
+            env={**os.environ, **own_modules(), **(variables or {})},
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.configuration import UserError
+from dflash_core.own_modules import own_modules
 from flows.devices import held_locks, visible_gpus
 from flows.launch import OnMessage, ignore, python_module
-from flows.worker_process import own_modules
 
 TAIL_LINES = 80
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

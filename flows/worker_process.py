@@ -17,10 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dflash_core.configuration import UserError
+from dflash_core.own_modules import own_modules
 from flows.devices import held_locks, visible_gpus
 from storage.object_store import StoreError
 
@@ -332,16 +332,6 @@ def slot_environment(slot: str) -> dict[str, str]:
         TQDM_DISABLE="1",
     )
     return env
-
-
-def own_modules() -> dict[str, str]:
-    """Return variables under which a child imports the packages that this process did, not what lies in the
-    current folder: `flows` is a usual name there.
-    """
-    root = Path(__file__).parents[1]
-    checkout = (root / "pyproject.toml").is_file()  # installed packages are found without
-    path = os.pathsep.join(filter(None, [str(root) if checkout else "", os.environ.get("PYTHONPATH", "")]))
-    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": path} if path else {})}
 
 
 def python_module(name: str) -> list[str]:

@@ -45,6 +45,16 @@ def test_environment_comes_from_a_child_and_is_the_same_twice() -> None:
     ]
 
 
+def test_a_child_imports_nothing_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dflash_core", "storage", "flows", "torch", "pydantic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    assert environment_here({"OMP_NUM_THREADS": "1"}).cpu_threads == 1
+
+
 def test_a_child_that_fails_is_quoted() -> None:
     with pytest.raises(UserError, match="cannot describe the environment"):
         environment_here({"PYTHONHOME": "/nonexistent"})
