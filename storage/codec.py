@@ -165,6 +165,11 @@ class Codec:
         return self.kind == Kind.TOLERANCE
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether encoding has a kernel, without which it waits for the device; where not, it never waits."""
+        return self.kind == Kind.TOLERANCE
+
+    @property
     def layout(self) -> Layout:
         """How the symbols lie in bytes: a function of the tolerance alone."""
         if self.kind != Kind.TOLERANCE or WIDE_BELOW <= self.tolerance < NIBBLES_FROM:
@@ -184,7 +189,7 @@ class Codec:
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
-        if outlier_room is not None and scale_D is not None and self.kind == Kind.TOLERANCE:
+        if outlier_room is not None and scale_D is not None and self.has_kernel:
             return self._encode_at_once(states_TD, scale_D, outlier_room)
         symbols, step_D = self._empty_symbols(states_TD, scale_D)
         if self.kind == Kind.LOSSLESS:

@@ -21,11 +21,14 @@ log = logging.getLogger(__name__)
 
 @cache
 def encodes_without_waiting(codec: Codec, width: int, device: torch.device) -> bool:
-    """Whether the kernel for such cells can be built and launched; tried once, and warned of where it cannot.
+    """Whether encoding such cells waits for nothing: a codec without a kernel never waits, one with a kernel
+    where that can be built and launched; tried once, and warned of where it cannot.
 
     Triton needs a C compiler and Python's headers, and a disk to keep what it built. Without the kernel the
     device is waited for once a cell.
     """
+    if not codec.has_kernel:
+        return True
     states_TD = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
     try:
         codec.encode_on_device(states_TD, torch.ones(width, device=device), outlier_room=1)

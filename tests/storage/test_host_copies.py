@@ -19,5 +19,7 @@ def test_a_kernel_that_cannot_be_had_is_tried_and_told_once(caplog: pytest.LogCa
 
 
 def test_codecs_without_a_kernel_have_nothing_to_try(caplog: pytest.LogCaptureFixture) -> None:
-    assert encodes_without_waiting(parse_codec("fp8"), 64, torch.device("cpu"))
+    absent = torch.device("cuda", 99)  # whoever tries anything there fails
+    for name in ("lossless", "fp8"):
+        assert encodes_without_waiting(parse_codec(name), 64, absent)
     assert not caplog.messages
