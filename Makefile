@@ -14,7 +14,7 @@ help: ## list the targets
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[cpu,demo,dev]'
 	# z-lab's own loader, which a test holds our exports against; not in our environment, its command is `dflash` too.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/zlab dflash==0.1.0
 	touch $@
@@ -44,7 +44,7 @@ bench: $(STAMP) ## the benchmarks that two CPU cores can run, as JSON in runs/be
 	$(BIN)/python benchmarks/store.py --json > runs/bench/store.json
 
 quality: $(STAMP) ## what drafters earn by codec and by recipe (needs a GPU, hours; see docs/quality.md)
-	$(BIN)/python -m pip install --quiet --editable '.[demo,quality]'
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,demo,quality]'
 	for stage in prompts responses train decode; do $(BIN)/python benchmarks/quality.py $$stage --output runs/quality || exit 1; done
 
 reference: $(STAMP) ## write docs/configuration.md from the classes

@@ -2,7 +2,8 @@
 
 Letters: T tokens, D width (channels), H = ceil(D / 2), N outliers. What ends up in a cell is elementwise or
 an exact integer reduction, so CPU and GPU give the same bits. Encoding and decoding do not wait for the
-device, except `find_outliers`; quantise_kernel.py does the way out of one codec without it, in one kernel.
+device, except `find_outliers`; quantise_kernel.py does the way out of one codec without it, in one kernel,
+and quantise_cpu.py the way back on a CPU in one pass.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from functools import cache
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +24,6 @@ BF16_ROUNDING = 0.00166
 """RMS of the relative error that rounding to bf16 makes."""
 CPU_BLOCK = 1 << 17
 """Values that are worked on at a time on a CPU."""
-DECODE_BLOCK = 1 << 18
-"""The same for decoding, where threads take turns with Python's lock at each call: they must be few."""
-UNTHREADED_BLOCK = 1 << 15
-"""Values for which torch starts no threads of its own."""
 GAUSSIAN_MEDIAN = 0.6744897501960817
 """Median of |x| of a standard normal variable."""
 
@@ -63,35 +59,10 @@ def split_planes(states_TD: Tensor, base_D: Tensor) -> tuple[Tensor, Tensor]:
 
 def join_planes(base_D: Tensor, exponent_TD: Tensor, rest_TD: Tensor, out_TD: Tensor) -> None:
     """Invert `split_planes` into the bf16 view `out_TD` (rows may be strided)."""
-    if out_TD.device.type == "cpu":
-        bits_TD = out_TD.view(torch.int16).numpy().view(np.uint16)
-        _join_planes_on_cpu(base_D.numpy(), exponent_TD.numpy(), rest_TD.numpy(), bits_TD)
-        return
     exponent_TD, rest_TD = (exponent_TD + base_D).to(torch.int16), rest_TD.to(torch.int16)
     word_TD = torch.add(rest_TD >> 1, exponent_TD, alpha=1 << 7)
     # Modulo 2^16 this leaves the lowest bit of rest, the sign, in the highest place.
     torch.add(word_TD, rest_TD, alpha=-(1 << 15), out=out_TD.view(torch.int16))
-
-
-def _join_planes_on_cpu(
-    base_D: np.ndarray, exponent_TD: np.ndarray, rest_TD: np.ndarray, out_TD: np.ndarray
-) -> None:
-    """Do the same with numpy, which is twice as fast there and starts no threads; out_TD: uint16."""
-    *front, tokens, width = out_TD.shape
-    rows = max(1, min(tokens, DECODE_BLOCK // (width * math.prod(front))))
-    high_BD = np.empty((*front, rows, width), np.uint8)
-    word_BD, sign_BD = np.empty((2, *front, rows, width), np.uint16)
-    for start in range(0, tokens, rows):
-        block = np.s_[..., start : min(start + rows, tokens), :]
-        here = np.s_[..., : min(rows, tokens - start), :]
-        high, word, sign = high_BD[here], word_BD[here], sign_BD[here]
-        np.add(exponent_TD[block], base_D, out=high)
-        np.left_shift(high, 8, out=word, dtype=np.uint16)
-        np.bitwise_or(word, rest_TD[block], out=word)
-        # One bit to the right, around: sign, exponent, mantissa.
-        np.left_shift(word, 15, out=sign)
-        np.right_shift(word, 1, out=word)
-        np.bitwise_or(word, sign, out=out_TD[block])
 
 
 class ChannelHistogram:
@@ -189,6 +160,19 @@ def find_outliers(states_TD: Tensor, outside_TD: Tensor) -> tuple[Tensor, Tensor
 def dequantise(symbol_TD: Tensor, step_D: Tensor, out_TD: Tensor) -> None:
     """Write bf16(float32(symbol) * step) into `out_TD`, one rounding of the product and one to bf16."""
     torch.mul(symbol_TD, step_D, out=out_TD)
+
+
+def dequantise_folded(folded_TH: Tensor, step_D: Tensor, out_TD: Tensor) -> None:
+    """Do the same with symbols of four bits, as `fold_nibbles` lays them."""
+    half, width = folded_TH.shape[-1], out_TD.shape[-1]
+    torch.mul(unfold_high(folded_TH), step_D[..., :half], out=out_TD[..., :half])
+    torch.mul(unfold_low(folded_TH)[..., : width - half], step_D[..., half:], out=out_TD[..., half:])
+
+
+def dequantise_wide(high_TD: Tensor, low_TH: Tensor, step_D: Tensor, out_TD: Tensor) -> None:
+    """Do the same with symbols whose upper bits are int8 and whose low four are folded."""
+    low_TD = torch.cat([low_TH >> 4, low_TH & 15], dim=-1)[..., : out_TD.shape[-1]]
+    torch.mul((high_TD.to(torch.int16) << 4) | low_TD, step_D, out=out_TD)
 
 
 def restore_outliers(position_N: Tensor, outlier_N: Tensor, out_TD: Tensor) -> None:

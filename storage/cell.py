@@ -6,10 +6,12 @@ import hashlib
 import struct
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -68,31 +70,51 @@ class CellHeader:
     @property
     def arrays(self) -> tuple[tuple[str, int], ...]:
         """Name and bytes of the arrays that a payload holds, in order."""
-        values, folded = self.tokens * self.width, self.tokens * ((self.width + 1) // 2)
-        if self.kind == Kind.LOSSLESS:
-            return ("base", self.width), ("exponent", values), ("rest", values)
-        if self.kind == Kind.FP8:
-            return ("token_scale", 4 * self.tokens), ("value", values)
+        return self._geometry.arrays
+
+    @property
+    def offsets(self) -> Mapping[str, tuple[int, int]]:
+        """Array name -> first byte in the payload, and its size."""
+        return self._geometry.offsets
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload: what `Codec.from_bytes` needs room for, and what crosses to the device."""
+        return self._geometry.payload_bytes
+
+    @property
+    def _geometry(self) -> _Geometry:
+        return _geometry(self.kind, self.layout, self.tokens, self.width, self.outliers)
+
+
+class _Geometry(NamedTuple):
+    """Where the arrays of a payload lie; see the properties of `CellHeader`."""
+
+    arrays: tuple[tuple[str, int], ...]
+    offsets: dict[str, tuple[int, int]]
+    payload_bytes: int
+
+
+@lru_cache(maxsize=1 << 12)
+def _geometry(kind: Kind, layout: Layout, tokens: int, width: int, outliers: int) -> _Geometry:
+    """Kept: the columns of a row ask for it again and again, and it takes as long as decoding a short one."""
+    values, folded = tokens * width, tokens * ((width + 1) // 2)
+    if kind == Kind.LOSSLESS:
+        arrays: tuple[tuple[str, int], ...] = ("base", width), ("exponent", values), ("rest", values)
+    elif kind == Kind.FP8:
+        arrays = ("token_scale", 4 * tokens), ("value", values)
+    else:
         symbols: dict[Layout, tuple[tuple[str, int], ...]] = {
             Layout.BYTES: (("symbol", values),),
             Layout.NIBBLES: (("folded", folded),),
             Layout.WIDE: (("high", values), ("low", folded)),
         }
-        return *symbols[self.layout], ("position", 4 * self.outliers), ("outlier", 2 * self.outliers)
-
-    @property
-    def offsets(self) -> dict[str, tuple[int, int]]:
-        """Array name -> first byte in the payload, and its size."""
-        offsets, at = {}, 0
-        for name, size in self.arrays:
-            offsets[name] = (at, size)
-            at += -(-size // ALIGNMENT) * ALIGNMENT
-        return offsets
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of the payload: what `Codec.from_bytes` needs room for, and what crosses to the device."""
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.arrays)
+        arrays = *symbols[layout], ("position", 4 * outliers), ("outlier", 2 * outliers)
+    offsets, at = {}, 0
+    for name, size in arrays:
+        offsets[name] = (at, size)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return _Geometry(arrays, offsets, at)
 
 
 def pack_cell(header: CellHeader, payload: np.ndarray) -> bytes:

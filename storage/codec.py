@@ -8,9 +8,12 @@ pinned buffer if given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/co
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -255,14 +258,37 @@ class Codec:
             step_D = channel_steps(scale_D, header.width, header.step)
         if not header.tokens:
             return
-        arrays = symbols.arrays(slice(None))
-        shared = {"base": arrays.pop("base")} if self.kind == Kind.LOSSLESS else {}
-        rows = self._rows_at_once(out_TD)
-        blocks = zip(*(array.split(rows) for array in (out_TD, *arrays.values())), strict=True)
-        for out_BD, *block in blocks:
-            self.decode_arrays(dict(zip(arrays, block, strict=True)) | shared, step_D, out_BD)
+        whole = self.in_one_pass and out_TD.device.type == "cpu"
+        for rows in [slice(None)] if whole else quantise.row_blocks(out_TD):
+            self._decode_rows(symbols, rows, step_D, out_TD[rows])
         if header.outliers:
             quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)
+
+    def decode_on_host(
+        self, cell: Cell, memory: np.ndarray, step_D: np.ndarray | None, out_N: np.ndarray, stride: int
+    ) -> None:
+        """Decode a cell in one pass on the CPU (see `in_one_pass`), through `memory` (uint8, of its payload).
+
+        Writes bf16 patterns (uint16) into `out_N`, the memory from the first to the last value, whose rows
+        start `stride` apart. Raises CodecError unless it is a whole cell of this codec.
+        """
+        header, kernels = cell.header, cpu_kernels()
+        self._check_cell(header)
+        assert kernels is not None
+        values = (header.tokens - 1) * stride + header.width if header.tokens else 0
+        if len(out_N) != values or (step_D is not None and len(step_D) != header.width):
+            raise CodecError(
+                f"a cell of {header.tokens} tokens x {header.width} channels does not fit {len(out_N)} values"
+                f" in rows of {stride}"
+            )
+        payload = memory[: header.payload_bytes]
+        cell.unpack(payload)
+        arrays = {name: payload[start : start + size] for name, (start, size) in header.offsets.items()}
+        if header.tokens:
+            kernels.decode(arrays, step_D, out_N, stride)
+        if header.outliers:
+            row_N, channel_N = np.divmod(arrays["position"].view(np.int32).astype(np.int64), header.width)
+            out_N[row_N * stride + channel_N] = arrays["outlier"].view(np.uint16)
 
     def to_bytes(self, symbols: Symbols) -> bytes:
         """Entropy code symbols that lie on the host. Thread-safe; frees the GIL while it codes."""
@@ -325,6 +351,9 @@ class Codec:
         Arrays are those of docs/codec.md by name. Dimensions may stand in front of all (a column a row, say),
         those of `base` and `step_D` ([..., 1, D]) too. `step_D` is scale x step; `tolerance` alone needs it.
         """
+        if self.in_one_pass and out_TD.device.type == "cpu" and out_TD.ndim == 2:
+            self._decode_on_cpu(arrays, step_D, out_TD)
+            return
         if self.kind == Kind.LOSSLESS:
             quantise.join_planes(arrays["base"], arrays["exponent"], arrays["rest"], out_TD)
             return
@@ -332,33 +361,26 @@ class Codec:
             quantise.from_fp8(arrays["token_scale"], arrays["value"], out_TD)
             return
         assert step_D is not None
-        width = out_TD.shape[-1]
         if "symbol" in arrays:
             quantise.dequantise(arrays["symbol"], step_D, out_TD)
         elif "folded" in arrays:
-            folded_TH = arrays["folded"]
-            half = folded_TH.shape[-1]
-            quantise.dequantise(quantise.unfold_high(folded_TH), step_D[..., :half], out_TD[..., :half])
-            low_TH = quantise.unfold_low(folded_TH)[..., : width - half]
-            quantise.dequantise(low_TH, step_D[..., half:], out_TD[..., half:])
+            quantise.dequantise_folded(arrays["folded"], step_D, out_TD)
         else:
-            folded_TH = arrays["low"]
-            low_TD = torch.cat([folded_TH >> 4, folded_TH & 15], dim=-1)[..., :width]
-            high_TD = arrays["high"].to(torch.int16)
-            quantise.dequantise((high_TD << 4) | low_TD, step_D, out_TD)
+            quantise.dequantise_wide(arrays["high"], arrays["low"], step_D, out_TD)
 
-    def _rows_at_once(self, out_TD: Tensor) -> int:
-        """Rows that are decoded together: on the CPU as many as its caches hold, elsewhere all.
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a CPU decodes it with `dflash_core.quantise_cpu`."""
+        return self.kind != Kind.FP8 and cpu_kernels() is not None
 
-        `quantise.join_planes` sees to that itself.
-        """
-        if out_TD.device.type != "cpu" or self.kind == Kind.LOSSLESS:
-            return len(out_TD)
-        # Decoding runs on threads already.
-        values = quantise.DECODE_BLOCK if torch.get_num_threads() == 1 else quantise.UNTHREADED_BLOCK
-        if self.layout == Layout.NIBBLES:  # worked on half by half
-            values *= 2
-        return max(1, values // out_TD.shape[1])
+    def _decode_on_cpu(self, arrays: Mapping[str, Tensor], step_D: Tensor | None, out_TD: Tensor) -> None:
+        kernels = cpu_kernels()
+        assert kernels is not None
+        stride = out_TD.stride(0)
+        out_N = out_TD.as_strided(((len(out_TD) - 1) * stride + out_TD.shape[1],), (1,))
+        bytes_of = {name: array.reshape(-1).view(torch.uint8).numpy() for name, array in arrays.items()}
+        step = None if step_D is None else step_D.numpy()
+        kernels.decode(bytes_of, step, out_N.view(torch.int16).numpy().view(np.uint16), stride)
 
     def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
         """Decode some rows of a cell, outliers left out."""
@@ -378,6 +400,15 @@ class Codec:
     def _check_cell(self, header: CellHeader) -> None:
         if header.kind != self.kind:
             raise CodecError(f"codec {self.name} cannot read a cell of kind {header.kind.name.lower()}")
+
+
+@cache
+def cpu_kernels() -> ModuleType | None:
+    """quantise_cpu.py, where numba is installed and fits; None elsewhere, where torch does its work."""
+    try:
+        return importlib.import_module("dflash_core.quantise_cpu")
+    except (ImportError, RuntimeError):  # RuntimeError: nowhere to keep what it compiles
+        return None
 
 
 def channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:

@@ -62,6 +62,10 @@ class _CompactRowGroups:
         self._digests_GCB = _digests([[chunk[2] for chunk in g.chunks] for g in groups])
         self._imprints_GCB = _digests([g.imprints for g in groups])
 
+    def chunk_places(self, number: int) -> list[tuple[int, int]]:
+        """(offset, size) of each chunk of a row group; quicker than its whole record."""
+        return [(offset, size) for offset, size in self._chunks_GC2[number].tolist()]
+
     def __getitem__(self, number: int, /) -> RowGroupRecord:
         offset, size, first_row, rows, tokens = self._numbers_G5[number].tolist()
         chunks = zip(self._chunks_GC2[number].tolist(), _hex(self._digests_GCB[number]), strict=True)
@@ -74,6 +78,15 @@ class _CompactRowGroups:
             chunks=tuple((start, length, digest) for (start, length), digest in chunks),
             imprints=tuple(_hex(self._imprints_GCB[number])),
         )
+
+
+class _Part(NamedTuple):
+    """What one fetch needs of a record, made once: a `ShardLayout` of one row group."""
+
+    shard: int
+    object: str
+    columns: tuple[str, ...]
+    row_groups: dict[int, RowGroupRecord]
 
 
 def _digests(digests_GC: Sequence[Sequence[str]]) -> np.ndarray:
@@ -157,7 +170,8 @@ class GroupFetcher:
             key = self._window[0]
             if key not in self._held:
                 record = self._record(key.shard).result()
-                size = sum(size for _, size in self._runs(record.row_groups[key.row_group]))
+                places = record.row_groups.chunk_places(key.row_group)
+                size = sum(places[chunk][1] for chunk in self._chunks)
                 if not self._make_room(size) and not (must and not self._started):
                     return
                 self._held[key] = _Held(self._pool.submit(self._fetch, record, key.row_group), size)
@@ -187,10 +201,10 @@ class GroupFetcher:
         self._records.move_to_end(shard)
         return self._records[shard]
 
-    def _runs(self, group: RowGroupRecord) -> list[tuple[int, int]]:
+    def _runs(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(offset, size) of the reads that cover the wanted chunks: neighbours are read together."""
         runs: list[tuple[int, int]] = []
-        for offset, size, _ in sorted(group.chunks[chunk] for chunk in self._chunks):
+        for offset, size in sorted(places[chunk] for chunk in self._chunks):
             if runs and runs[-1][0] + runs[-1][1] == offset:
                 runs[-1] = (runs[-1][0], runs[-1][1] + size)
             else:
@@ -209,21 +223,23 @@ class GroupFetcher:
 
     def _fetch(self, record: CompactRecord, row_group: int) -> RowGroup:
         group, uri = record.row_groups[row_group], self._dataset.uri
+        part = _Part(record.shard, record.object, record.columns, {row_group: group})
         chunks: dict[int, memoryview] = {}
-        for start, size in self._runs(group):
+        places = record.row_groups.chunk_places(row_group)
+        for start, size in self._runs(places):
             data = np.empty(size, np.uint8).data
             self._read(record, start, data)
             for chunk in self._chunks:
-                offset, length, _ = group.chunks[chunk]
+                offset, length = places[chunk]
                 if start <= offset < start + size:
                     chunks[chunk] = data[offset - start : offset - start + length]
-        check_chunk(record, row_group, 0, chunks[0], uri)
+        check_chunk(part, row_group, 0, chunks[0], uri)
         return RowGroup(
             record=record,
             first_row=group.first_row,
             heads=read_head(chunks[0], group.rows),
             cells={
-                column: open_cells(record, row_group, chunk, chunks[chunk], uri)
+                column: open_cells(part, row_group, chunk, chunks[chunk], uri)
                 for column, chunk in zip(self._columns, self._chunks[1:], strict=True)
             },
         )

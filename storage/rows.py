@@ -79,17 +79,32 @@ class HostRow:
 
     def __init__(self, shape: RowShape) -> None:
         self._shape, self._states_CE = shape, shape.empty_states()
+        self._patterns_N = self._states_CE.view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        """The same memory as bf16 patterns, flat."""
 
     def begin(self) -> None:
         """Start a new row."""
 
     def write(self, piece: Piece, cells: Sequence[Cell], staging: Staging) -> None:
         """Decode a piece, column by column: its symbols stay in the caches."""
-        codec, scales = self._shape.codec, self._shape.scales
+        memory = staging.reserve(max(cell.header.payload_bytes for cell in cells))
+        if self._shape.codec.in_one_pass:
+            self._write_in_one_pass(piece, cells, memory.numpy())
+            return
         states_LTD = self._shape.by_column(self._states_CE[piece.start : piece.start + piece.tokens])
-        for cell, scale_D, states_TD in zip(cells, scales, states_LTD, strict=True):
-            symbols = codec.from_bytes(cell, out=staging.reserve(cell.header.payload_bytes))
-            codec.decode_on_device(symbols, scale_D, states_TD)
+        for cell, scale_D, states_TD in zip(cells, self._shape.scales, states_LTD, strict=True):
+            symbols = self._shape.codec.from_bytes(cell, out=memory)
+            self._shape.codec.decode_on_device(symbols, scale_D, states_TD)
+
+    def _write_in_one_pass(self, piece: Piece, cells: Sequence[Cell], memory: np.ndarray) -> None:
+        """Do the same with numpy alone, whose views take a tenth of the time of torch's."""
+        width, stride = self._shape.width, self._states_CE.shape[1]
+        step_L1D = self._shape.channel_steps(tuple(cell.header.step for cell in cells))
+        first, last = piece.start * stride, (piece.start + piece.tokens - 1) * stride
+        for i, cell in enumerate(cells):
+            out_N = self._patterns_N[first + i * width : last + (i + 1) * width]
+            step_D = None if step_L1D is None else step_L1D[i, 0].numpy()
+            self._shape.codec.decode_on_host(cell, memory, step_D, out_N, stride)
 
     def end(self, tokens: int) -> None:
         """No piece follows: `tokens` are there, the rest is padding."""

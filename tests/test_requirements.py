@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-PINS = {"cpu.txt": ("demo", "dev"), "gpu-torch2.11.txt": ("gpu",), "gpu-newest.txt": ("gpu",)}
+PINS = {"cpu.txt": ("cpu", "demo", "dev"), "gpu-torch2.11.txt": ("gpu",), "gpu-newest.txt": ("gpu",)}
 
 
 def test_every_file_is_known() -> None:

@@ -12,12 +12,21 @@ import zstandard
 
 from dflash_core.configuration import UserError
 from storage.cell import open_cell
-from storage.codec import Calibration, Codec, CodecError, ErrorSums, Symbols, parse_codec
+from storage.codec import Calibration, Codec, CodecError, ErrorSums, Symbols, cpu_kernels, parse_codec
 
 NAMES = ["lossless", "fp8", "tolerance=0.005", "tolerance=0.01", "tolerance=0.026", "tolerance=0.1"] + [
     "tolerance=0.2",
     "tolerance=0.5",
 ]
+
+
+@pytest.fixture(params=["one pass", "torch"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode with the kernels of numba, and as where it is not installed."""
+    if request.param == "torch":
+        monkeypatch.setattr("storage.codec.cpu_kernels", lambda: None)
+    else:
+        assert cpu_kernels() is not None
 
 
 def realistic_states(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -90,6 +99,7 @@ def bf16_bits(value: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+@pytest.mark.usefixtures("arithmetic")
 def test_lossless_keeps_every_bit_pattern() -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     shuffled = patterns[torch.randperm(65536, generator=torch.Generator().manual_seed(1))]
@@ -99,6 +109,7 @@ def test_lossless_keeps_every_bit_pattern() -> None:
         assert torch.equal(decoded_TD.view(torch.int16), states_TD.view(torch.int16))
 
 
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (1, 7), (3, 64), (130, 33)])
 def test_a_decoder_written_from_the_specification_gets_the_same_bits(
@@ -158,6 +169,7 @@ def test_scales_of_silent_and_sparse_channels_are_usable() -> None:
     assert torch.allclose(decoded_TD.float(), states_TD.float(), rtol=0.2)
 
 
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("name", ["tolerance=0.005", "tolerance=0.1", "tolerance=0.3"])
 def test_outliers_and_what_is_not_finite_come_back_exactly(name: str) -> None:
     states_TD = torch.zeros(8, 6, dtype=torch.bfloat16)
@@ -176,6 +188,7 @@ def test_fp8_is_what_torch_makes_of_a_scaled_token() -> None:
     assert torch.equal(decoded_TD, expected_TD)
 
 
+@pytest.mark.usefixtures("arithmetic")
 def test_decoding_writes_into_a_strided_view_and_nowhere_else() -> None:
     states_TD = realistic_states(20, 16)
     scale_D = scales_of(states_TD)

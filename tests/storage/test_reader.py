@@ -97,6 +97,22 @@ def test_rows_hold_the_states_of_their_samples(
     assert {i for row in rows[:-1] if row is not None for i in row} == set(range(len(samples)))
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_without_numba_rows_are_the_same(
+    stores: dict[str, Path], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(stores[codec])
+
+    def read() -> list[torch.Tensor]:
+        rows = planned_rows(dataset)
+        with RowReader(dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device="cpu") as reader:
+            return [states_CE.view(torch.int16).clone() for _, states_CE in reader]
+
+    in_one_pass = read()
+    monkeypatch.setattr("storage.codec.cpu_kernels", lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(in_one_pass, read(), strict=True))
+
+
 def test_memory_and_threads_do_not_change_what_is_read(stores: dict[str, Path]) -> None:
     dataset = open_dataset(stores["tolerance=0.1"])
     rows = planned_rows(dataset)
