@@ -110,3 +110,20 @@ def _dequantise_wide(high_N, low_N, step_D, out_N, stride):
             right_H[h] = np.float32(np.int32(right_high_H[h] * 16 + (low_H[h] & 15))) * right_step_H[h]
         for d in range(width):
             out_D[d] = _to_bf16(bits_D[d])
+
+
+@numba.njit(numba.boolean(u1[::1], u1[::1], i8, u2[::1], i8), nogil=True, cache=True)
+def put_outliers(gap_N, outlier_N, width, out_N, stride):
+    """Put outliers into the result of `decode`, from gaps and values as cells store them: planes of bytes.
+
+    False when one lies outside, or two at one place.
+    """
+    count, at, tokens = len(outlier_N) // 2, 0, (len(out_N) - width) // stride + 1
+    for n in range(count):
+        low, high = gap_N[n] + 256 * gap_N[count + n], gap_N[2 * count + n] + 256 * gap_N[3 * count + n]
+        gap = low + 65536 * high
+        at += gap
+        if (n and not gap) or at >= tokens * width:
+            return False
+        out_N[at // width * stride + at % width] = np.uint16(outlier_N[n] + 256 * outlier_N[count + n])
+    return True

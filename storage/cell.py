@@ -29,6 +29,7 @@ ALIGNMENT = 16
 FRAME_HEADER, FRAME_CHECKSUM = 16, 4
 """Bytes in which the header of a zstandard frame has room, and of the checksum at its end."""
 MAX_CELL_VALUES = 2**31 - 1
+OUTSIDE = "a cell names an outlier outside of itself"
 
 
 class CodecError(UserError):
@@ -155,10 +156,14 @@ class Cell:
 
         Raises CodecError unless every frame is whole.
         """
-        for (name, (start, size)), frame in zip(self.header.offsets.items(), self.frames, strict=True):
-            _decompress(frame, payload[start : start + size], name)
+        self.unpack_sections(payload)
         if self.header.outliers:
             _restore_outliers(self.header, payload)
+
+    def unpack_sections(self, payload: np.ndarray) -> None:
+        """Do the same, but leave outliers as they are stored: gaps between them, and planes of bytes."""
+        for (name, (start, size)), frame in zip(self.header.offsets.items(), self.frames, strict=True):
+            _decompress(frame, payload[start : start + size], name)
 
 
 def open_cell(cell: bytes | memoryview) -> Cell:
@@ -217,7 +222,7 @@ def _restore_outliers(header: CellHeader, payload: np.ndarray) -> None:
     gap_N = _join_planes(payload[p : p + p_size], 4).view("<u4")
     position_N = np.cumsum(gap_N, dtype=np.int64)
     if position_N[-1] >= header.tokens * header.width or not gap_N[1:].all():
-        raise CodecError("a cell names an outlier outside of itself")
+        raise CodecError(OUTSIDE)
     payload[p : p + p_size] = position_N.astype(np.int32).view(np.uint8)
     payload[o : o + o_size] = _join_planes(payload[o : o + o_size], 2)
 

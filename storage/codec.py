@@ -23,6 +23,7 @@ from dflash_core import quantise
 from storage.cell import (
     LIMITS,
     MAX_CELL_VALUES,
+    OUTSIDE,
     Cell,
     CellHeader,
     CodecError,
@@ -282,13 +283,14 @@ class Codec:
                 f" in rows of {stride}"
             )
         payload = memory[: header.payload_bytes]
-        cell.unpack(payload)
+        cell.unpack_sections(payload)
         arrays = {name: payload[start : start + size] for name, (start, size) in header.offsets.items()}
         if header.tokens:
             kernels.decode(arrays, step_D, out_N, stride)
-        if header.outliers:
-            row_N, channel_N = np.divmod(arrays["position"].view(np.int32).astype(np.int64), header.width)
-            out_N[row_N * stride + channel_N] = arrays["outlier"].view(np.uint16)
+        if header.outliers and not kernels.put_outliers(
+            arrays["position"], arrays["outlier"], header.width, out_N, stride
+        ):
+            raise CodecError(OUTSIDE)
 
     def to_bytes(self, symbols: Symbols) -> bytes:
         """Entropy code symbols that lie on the host. Thread-safe; frees the GIL while it codes."""

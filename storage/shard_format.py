@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
@@ -368,15 +369,12 @@ def _read_column(view: memoryview, position: int, rows: int, kind: str) -> tuple
     """
     values: list[Any] = []
     while len(values) < rows:
-        header, position = _read_struct(view, position)
-        page = header.get(5)
-        if header.get(1) != _DATA_PAGE or not isinstance(page, dict) or page.get(2) != _PLAIN:
-            raise ValueError("not a version 1 data page of PLAIN values")
-        end = position + header[3]
+        size, count, position = _read_page_header(view, position)
+        end = position + size
         if kind == _INT32:
             values.extend(np.frombuffer(view[position:end], "<i4").tolist())
         else:
-            for _ in range(page[1]):
+            for _ in range(count):
                 start = position + 4
                 position = start + int.from_bytes(view[position:start], "little")
                 if position > end:
@@ -386,6 +384,26 @@ def _read_column(view: memoryview, position: int, rows: int, kind: str) -> tuple
                 raise ValueError("a page does not end where its values end")
         position = end
     return values, position
+
+
+_VARINT = rb"([\x80-\xff]*[\x00-\x7f])"
+_USUAL_PAGE_HEADER = re.compile(
+    rb"\x15\x00\x15%b\x15%b\x2c\x15%b\x15\x00\x15\x06\x15\x06(?:\x1c\x00)?\x00\x00" % ((_VARINT,) * 3),
+    re.DOTALL,
+)
+"""A data page of PLAIN values as pyarrow writes it: sizes before and after compression, values."""
+
+
+def _read_page_header(view: memoryview, position: int) -> tuple[int, int, int]:
+    """Return a page's bytes, its values, and where it begins. Raises ValueError as `_read_column`."""
+    if (usual := _USUAL_PAGE_HEADER.match(view, position)) is not None:
+        size, count = (_read_integer(memoryview(usual[i]), 0)[0] for i in (2, 3))
+        return size, count, usual.end()
+    header, position = _read_struct(view, position)
+    page = header.get(5)
+    if header.get(1) != _DATA_PAGE or not isinstance(page, dict) or page.get(2) != _PLAIN:
+        raise ValueError("not a version 1 data page of PLAIN values")
+    return header[3], page[1], position
 
 
 def _read_struct(view: memoryview, position: int) -> tuple[dict[int, Any], int]:
