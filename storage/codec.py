@@ -353,7 +353,7 @@ class Codec:
         Arrays are those of docs/codec.md by name. Dimensions may stand in front of all (a column a row, say),
         those of `base` and `step_D` ([..., 1, D]) too. `step_D` is scale x step; `tolerance` alone needs it.
         """
-        if self.in_one_pass and out_TD.device.type == "cpu" and out_TD.ndim == 2:
+        if self.in_one_pass and out_TD.device.type == "cpu" and out_TD.ndim == 2 and out_TD.stride(1) == 1:
             self._decode_on_cpu(arrays, step_D, out_TD)
             return
         if self.kind == Kind.LOSSLESS:

@@ -200,6 +200,9 @@ def test_decoding_writes_into_a_strided_view_and_nowhere_else() -> None:
         assert torch.equal(row_CLD[5:25, 16:32], round_trip(codec, states_TD, scale_D))
         row_CLD[5:25, 16:32] = 7.0
         assert (row_CLD == 7.0).all()
+        transposed_DT = torch.empty(16, 20, dtype=torch.bfloat16)
+        codec.decode_on_device(codec.from_bytes(cell), scale_D, transposed_DT.T)
+        assert torch.equal(transposed_DT.T, round_trip(codec, states_TD, scale_D))
 
 
 def test_cells_are_decoded_into_a_given_buffer() -> None:
