@@ -24,14 +24,16 @@ BF16_ROUNDING = 0.00166
 """RMS of the relative error that rounding to bf16 makes."""
 CPU_BLOCK = 1 << 17
 """Values that are worked on at a time on a CPU."""
+UNTHREADED_BLOCK = 1 << 15
+"""Values for which torch starts no threads of its own."""
 GAUSSIAN_MEDIAN = 0.6744897501960817
 """Median of |x| of a standard normal variable."""
 
 
-def row_blocks(states_TD: Tensor) -> list[slice]:
-    """Cut [T, D] into blocks of rows: on the CPU small enough for its caches, elsewhere a single one."""
+def row_blocks(states_TD: Tensor, values: int = CPU_BLOCK) -> list[slice]:
+    """Cut [T, D] into blocks of rows: on the CPU of about so many values, elsewhere a single one."""
     tokens, width = states_TD.shape
-    rows = max(1, CPU_BLOCK // width) if states_TD.device.type == "cpu" else max(1, tokens)
+    rows = max(1, values // width) if states_TD.device.type == "cpu" else max(1, tokens)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 

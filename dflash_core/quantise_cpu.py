@@ -10,13 +10,33 @@ states are those of `quantise`, bit for bit. Letters as there; N: values from th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numpy as np
 
+CONFIG: Any = numba.config
+if CONFIG.DISABLE_JIT:
+    raise RuntimeError("NUMBA_DISABLE_JIT is set")
 u1, u2, i1, f4, i8 = numba.uint8, numba.uint16, numba.int8, numba.float32, numba.int64
+
+
+def _own_folder() -> str:
+    """Where numba keeps what it compiles: a folder for this source, this numba and this model of CPU alone.
+
+    It takes no lock, and processes of different kinds that start at once could get each other's machine code.
+    """
+    cpu = llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
+    kind = f"{Path(__file__).read_text()} {numba.__version__} {np.__version__} {cpu}"
+    root = CONFIG.CACHE_DIR or Path.home() / ".cache/dflash"
+    return str(Path(root) / "kernels" / hashlib.sha256(kind.encode()).hexdigest()[:16])
+
+
+_FOLDER_OF_OTHERS, CONFIG.CACHE_DIR = CONFIG.CACHE_DIR, _own_folder()
 
 
 def decode(
@@ -127,3 +147,6 @@ def put_outliers(gap_N, outlier_N, width, out_N, stride):
             return False
         out_N[at // width * stride + at % width] = np.uint16(outlier_N[n] + 256 * outlier_N[count + n])
     return True
+
+
+CONFIG.CACHE_DIR = _FOLDER_OF_OTHERS

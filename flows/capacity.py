@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from dflash_core.configuration import Config
 from dflash_core.drafter import DrafterConfig
 from dflash_core.metrics import row_flops
@@ -30,7 +32,7 @@ class Rates(Config):
     blocks of 32), 0.59 at width 4096 (483 ms for one of 12288 tokens and 2048 blocks of 16)."""
     ratio: float | None = None
     """Size of bf16 states over size on disk; None: what the codec reached on real text (docs/codec.md)."""
-    network_gbit: float = 25.0
+    network_gbit: float = Field(default=25.0, gt=0)
     """Between the store and all GPUs of a stage together."""
 
 

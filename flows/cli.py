@@ -86,7 +86,7 @@ def train(
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs/demo"),
     steps: Annotated[
-        int | None, typer.Option(help="Train for fewer steps: quicker, and accepted less.", min=1)
+        int | None, typer.Option(help="Train for so many steps: fewer are quicker, and earn less.", min=1)
     ] = None,
 ) -> None:
     """Run the whole pipeline with a small real chat model on the CPU, in minutes."""
@@ -127,7 +127,7 @@ def plan(
         int | None, typer.Option("--train-gpus", help="Default: as for extraction.")
     ] = None,
     network_gbit: Annotated[
-        float, typer.Option(help="Between the store and all GPUs of a stage together.")
+        float, typer.Option(min=0.001, help="Between the store and all GPUs of a stage together.")
     ] = 25.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

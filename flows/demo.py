@@ -44,7 +44,7 @@ def demo(output: Path, steps: int | None = None) -> dict[str, Any]:
                 seconds, "extract", lambda: _result(extract_hidden_states(extract, return_state=True))
             )
             summary = _timed(seconds, "train", lambda: _result(train_drafter(train, return_state=True)))
-    report = _report(output, dataset, summary, seconds)
+    report = _report(Path(train.output), dataset, summary, seconds)
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     _show(report, Console())
     return report
@@ -66,6 +66,7 @@ def _configurations(output: Path, steps: int | None) -> tuple[ExtractConfig, Tra
     update: dict[str, Any] = {"dataset": store, "target": target, "output": str(output / "training")}
     if steps is not None:
         update["training"] = train.training.model_copy(update={"max_steps": steps})
+        update["output"] = str(output / f"training-{steps}")  # another training, not a part of the whole one
     return extract, train.model_copy(update=update)
 
 
@@ -99,13 +100,14 @@ def _result(state: Any) -> Any:
     raise UserError(state.message or state.name)
 
 
-def _report(output: Path, dataset: str, summary: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
+def _report(
+    training: Path, dataset: str, summary: dict[str, Any], seconds: dict[str, float]
+) -> dict[str, Any]:
     from storage.dataset import open_dataset
 
     data = open_dataset(dataset)
     manifest = data.manifest()
     families = summary["acceptance"]["families"]
-    training = output / "training"
     return {
         "acceptance_length_trained_on": families[TRAINED_ON]["acceptance_length"],
         "acceptance_length_held_out": families[HELD_OUT]["acceptance_length"],

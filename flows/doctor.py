@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from dflash_core.configuration import UserError
 from storage.byte_code import kept_beside_sources
+from storage.codec import cpu_kernels
 
 State = Literal["ok", "slow", "broken"]
 ROOM_BYTES = 20 << 30
@@ -91,7 +92,6 @@ def speed_ups() -> Iterator[Finding]:
         "fla": ("flash-linear-attention", "hybrid targets (Qwen3.5, Qwen3.6) are many times slower without"),
         "causal_conv1d": ("causal-conv1d", "hybrid targets use a slower convolution without"),
         "triton": ("triton", "nothing can be compiled for a GPU without"),
-        "numba": ("numba", "a CPU decodes shards at half the speed without"),
         "awscrt": ("awscrt", "uploads to S3 are checked with slower checksums without"),
         "accelerate": ("accelerate", "large targets are loaded through host memory without"),
     }
@@ -100,6 +100,11 @@ def speed_ups() -> Iterator[Finding]:
             yield Finding(package, "slow", f"not installed: {why}", f"pip install {package}")
         else:
             yield Finding(package, "ok", "installed")
+    if cpu_kernels() is None:
+        why = "not installed, or not of use here: a CPU decodes shards at half the speed"
+        yield Finding("numba", "slow", why, "pip install --editable '.[cpu]'")
+    else:
+        yield Finding("numba", "ok", "decodes shards on the CPU")
     if kept_beside_sources("torch"):
         yield Finding("byte code", "ok", "kept beside torch's sources")
     else:

@@ -174,8 +174,9 @@ def _warn_without_mask_token(config: ExtractConfig, target: TargetSpec) -> None:
     """A drafter can name its own, so the data set is of use; but no chat was checked for that token then."""
     if target.mask_token_id is not None:
         return
+    tokenizer = load_tokenizer(config.target.path, config.target.revision)
     try:
-        mask_token_id(None, target, load_tokenizer(config.target.path, config.target.revision))
+        mask_token_id(None, target, tokenizer)
     except UserError as error:
         log.warning(
             "%s. Without it training is refused until drafter.mask_token_id names one, and chats that hold "

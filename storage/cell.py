@@ -180,7 +180,9 @@ def open_cell(cell: bytes | memoryview) -> Cell:
         kind=Kind(kind), layout=Layout(layout), tokens=tokens, width=width, outliers=outliers, step=step
     )
     sizes = [SECTION.unpack_from(cell, HEADER.size + i * SECTION.size) for i in range(count)]
-    if [raw for raw, _ in sizes] != [size for _, size in header.arrays] or outliers > tokens * width:
+    most = tokens * width if header.kind == Kind.TOLERANCE else 0
+    sound = width > 0 and tokens * width <= MAX_CELL_VALUES and outliers <= most
+    if not sound or [raw for raw, _ in sizes] != [size for _, size in header.arrays]:
         raise CodecError("the header of a cell contradicts itself")
     ends = [*accumulate((stored for _, stored in sizes), initial=fixed + CRC.size)]
     if ends[-1] != len(cell):

@@ -9,6 +9,8 @@ pinned buffer if given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/co
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +34,8 @@ from storage.cell import (
     open_cell,
     pack_cell,
 )
+
+log = logging.getLogger(__name__)
 
 WIDE_BELOW = 0.02
 """Tolerances below this need more than 8 bits a symbol."""
@@ -259,9 +263,16 @@ class Codec:
             step_D = channel_steps(scale_D, header.width, header.step)
         if not header.tokens:
             return
-        whole = self.in_one_pass and out_TD.device.type == "cpu"
-        for rows in [slice(None)] if whole else quantise.row_blocks(out_TD):
-            self._decode_rows(symbols, rows, step_D, out_TD[rows])
+        arrays = symbols.arrays(slice(None))
+        if self._decoded_in_one_pass(arrays, step_D, out_TD):
+            pass
+        elif out_TD.device.type == "cpu" and torch.get_num_threads() > 1:
+            # Decoding runs on threads already: so little that torch starts none of its own.
+            for rows in quantise.row_blocks(out_TD, quantise.UNTHREADED_BLOCK):
+                self._decode_rows(symbols, rows, step_D, out_TD[rows])
+        else:
+            for rows in quantise.row_blocks(out_TD):
+                self._decode_rows(symbols, rows, step_D, out_TD[rows])
         if header.outliers:
             quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)
 
@@ -353,8 +364,7 @@ class Codec:
         Arrays are those of docs/codec.md by name. Dimensions may stand in front of all (a column a row, say),
         those of `base` and `step_D` ([..., 1, D]) too. `step_D` is scale x step; `tolerance` alone needs it.
         """
-        if self.in_one_pass and out_TD.device.type == "cpu" and out_TD.ndim == 2 and out_TD.stride(1) == 1:
-            self._decode_on_cpu(arrays, step_D, out_TD)
+        if self._decoded_in_one_pass(arrays, step_D, out_TD):
             return
         if self.kind == Kind.LOSSLESS:
             quantise.join_planes(arrays["base"], arrays["exponent"], arrays["rest"], out_TD)
@@ -375,14 +385,26 @@ class Codec:
         """Whether a CPU decodes it with `dflash_core.quantise_cpu`."""
         return self.kind != Kind.FP8 and cpu_kernels() is not None
 
-    def _decode_on_cpu(self, arrays: Mapping[str, Tensor], step_D: Tensor | None, out_TD: Tensor) -> None:
+    def _decoded_in_one_pass(
+        self, arrays: Mapping[str, Tensor], step_D: Tensor | None, out_TD: Tensor
+    ) -> bool:
+        """Decode with numba, which checks no bounds; False, and nothing done, where that is not for these."""
+        if out_TD.device.type != "cpu" or out_TD.ndim != 2 or out_TD.dtype != torch.bfloat16:
+            return False
+        tokens, width = out_TD.shape
+        channels = arrays.get("base") if self.kind == Kind.LOSSLESS else step_D
+        fits = channels is not None and channels.numel() == width and tokens > 0
+        fits = fits and all(len(array) == tokens for name, array in arrays.items() if name != "base")
+        if not fits or out_TD.stride(1) != 1 or out_TD.stride(0) < width or not self.in_one_pass:
+            return False
         kernels = cpu_kernels()
         assert kernels is not None
         stride = out_TD.stride(0)
-        out_N = out_TD.as_strided(((len(out_TD) - 1) * stride + out_TD.shape[1],), (1,))
+        out_N = out_TD.as_strided(((tokens - 1) * stride + width,), (1,))
         bytes_of = {name: array.reshape(-1).view(torch.uint8).numpy() for name, array in arrays.items()}
-        step = None if step_D is None else step_D.numpy()
+        step = None if step_D is None else step_D.reshape(-1).numpy()
         kernels.decode(bytes_of, step, out_N.view(torch.int16).numpy().view(np.uint16), stride)
+        return True
 
     def _decode_rows(self, symbols: Symbols, rows: slice, step_D: Tensor | None, out_TD: Tensor) -> None:
         """Decode some rows of a cell, outliers left out."""
@@ -407,9 +429,16 @@ class Codec:
 @cache
 def cpu_kernels() -> ModuleType | None:
     """quantise_cpu.py, where numba is installed and fits; None elsewhere, where torch does its work."""
+    if importlib.util.find_spec("numba") is None:
+        return None
     try:
         return importlib.import_module("dflash_core.quantise_cpu")
-    except (ImportError, RuntimeError):  # RuntimeError: nowhere to keep what it compiles
+    except Exception as error:  # noqa: BLE001  of numba, llvmlite or the disk, of any type
+        log.warning(
+            "shards are decoded with torch, at half the speed: numba cannot be used (%s: %s). Remove or mend "
+            "it; what it compiled lies in ~/.cache/dflash, or where NUMBA_CACHE_DIR says, and can be removed",
+            *(type(error).__name__, error),
+        )
         return None
 
 

@@ -83,8 +83,10 @@ class LocalStore:
 
     def _prepare(self, target: Path, overwrite: bool) -> None:
         absent = [] if target.parent.is_dir() else [target.parent, *target.parent.parents]
-        self._made.update(folder for folder in absent if not folder.exists())
-        target.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(absent):
+            with suppress(FileExistsError):
+                folder.mkdir()
+                self._made.add(folder)
         if not overwrite and target.exists():  # saves the work; the link below is what decides
             raise FileExistsError(target)
 

@@ -371,6 +371,8 @@ def _read_column(view: memoryview, position: int, rows: int, kind: str) -> tuple
     while len(values) < rows:
         size, count, position = _read_page_header(view, position)
         end = position + size
+        if size < 0 or end > len(view):
+            raise ValueError("a page does not end in its chunk")
         if kind == _INT32:
             values.extend(np.frombuffer(view[position:end], "<i4").tolist())
         else:

@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+import os
 import struct
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "torch":
         monkeypatch.setattr("storage.codec.cpu_kernels", lambda: None)
     else:
+        pytest.importorskip("numba")
         assert cpu_kernels() is not None
 
 
@@ -323,3 +328,42 @@ def test_error_sums_add_up() -> None:
     total += ErrorSums()
     assert total.energy_error == pytest.approx(0.1) and total.relative_error == pytest.approx(0.5)
     assert ErrorSums().relative_error == 0.0
+
+
+def test_what_does_not_fit_is_refused_before_a_kernel_writes() -> None:
+    codec = parse_codec("tolerance=0.1")
+    symbols_TD = torch.ones(1000, 16, dtype=torch.int8)
+    row_CD = torch.full((1000, 16), 7.0, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        codec.decode_arrays({"symbol": symbols_TD}, torch.ones(17), row_CD)
+    assert (row_CD == 7.0).all()
+    codec.decode_arrays({"symbol": symbols_TD}, torch.ones(1, 16), row_CD)
+    assert (row_CD == 1.0).all()
+
+
+def test_a_header_that_no_codec_writes_is_refused() -> None:
+    codec = parse_codec("lossless")
+    cell = bytearray(codec.to_bytes(codec.encode_on_device(realistic_states(4, 8))))
+    fixed = 24 + 8 * cell[6]
+    struct.pack_into("<I", cell, 16, 1)  # an outlier
+    struct.pack_into("<I", cell, fixed, zlib.crc32(cell[:fixed]))
+    with pytest.raises(CodecError, match="contradicts itself"):
+        codec.from_bytes(bytes(cell))
+
+
+def test_a_damaged_cache_of_numba_costs_speed_alone(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    script = "from storage.codec import cpu_kernels; print(cpu_kernels())"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def start() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    assert "quantise_cpu" in start().stdout
+    kept = list(tmp_path.rglob("*.nb?"))
+    assert kept
+    for path in kept:
+        path.write_bytes(b"")
+    damaged = start()
+    assert damaged.stdout == "None\n" and "NUMBA_CACHE_DIR" in damaged.stderr

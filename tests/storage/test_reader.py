@@ -101,6 +101,7 @@ def test_rows_hold_the_states_of_their_samples(
 def test_without_numba_rows_are_the_same(
     stores: dict[str, Path], codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("numba")
     dataset = open_dataset(stores[codec])
 
     def read() -> list[torch.Tensor]:
