@@ -21,12 +21,15 @@ from flows.demo_target import write_demo_target
 Result = TypeVar("Result")
 CONFIGS = Path("configs/demo")
 TRAINED_ON, HELD_OUT = "trained on", "held out"
+SHORTLY_EVALUATED = 3
+"""Prompts of each family that a drafter of a shortened training decodes."""
 
 
 def demo(output: Path, steps: int | None = None) -> dict[str, Any]:
     """Run the demo into `output` and return the report that it writes to report.json there.
 
-    `steps` shortens the training. Run again, it continues what it finds. Raises UserError when a stage fails.
+    `steps` shortens the training, and the evaluation with it. Run again, it continues what it finds.
+    Raises UserError when a stage fails.
     """
     if not CONFIGS.is_dir():
         raise UserError(f"no {CONFIGS} here: run the demo in the root of the repository")
@@ -65,7 +68,10 @@ def _configurations(output: Path, steps: int | None) -> tuple[ExtractConfig, Tra
     )
     update: dict[str, Any] = {"dataset": store, "target": target, "output": str(output / "training")}
     if steps is not None:
+        assert train.evaluation is not None
         update["training"] = train.training.model_copy(update={"max_steps": steps})
+        # A drafter that has learned little takes longest to decode with.
+        update["evaluation"] = train.evaluation.model_copy(update={"prompts_per_family": SHORTLY_EVALUATED})
         update["output"] = str(output / f"training-{steps}")  # another training, not a part of the whole one
     return extract, train.model_copy(update=update)
 
