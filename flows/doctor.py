@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from dflash_core.configuration import UserError
 from storage.byte_code import kept_beside_sources
-from storage.codec import cpu_kernels
 
 State = Literal["ok", "slow", "broken"]
 ROOM_BYTES = 20 << 30
@@ -88,6 +87,8 @@ def devices() -> Iterator[Finding]:
 
 def speed_ups() -> Iterator[Finding]:
     """Say which optional packages are missing, and whether torch's sources are compiled."""
+    from storage.codec import cpu_kernels
+
     optional = {
         "fla": ("flash-linear-attention", "hybrid targets (Qwen3.5, Qwen3.6) are many times slower without"),
         "causal_conv1d": ("causal-conv1d", "hybrid targets use a slower convolution without"),

@@ -264,14 +264,10 @@ class Codec:
         if not header.tokens:
             return
         arrays = symbols.arrays(slice(None))
-        if self._decoded_in_one_pass(arrays, step_D, out_TD):
-            pass
-        elif out_TD.device.type == "cpu" and torch.get_num_threads() > 1:
+        if not self._decoded_in_one_pass(arrays, step_D, out_TD):
             # Decoding runs on threads already: so little that torch starts none of its own.
-            for rows in quantise.row_blocks(out_TD, quantise.UNTHREADED_BLOCK):
-                self._decode_rows(symbols, rows, step_D, out_TD[rows])
-        else:
-            for rows in quantise.row_blocks(out_TD):
+            values = quantise.UNTHREADED_BLOCK if torch.get_num_threads() > 1 else quantise.CPU_BLOCK
+            for rows in quantise.row_blocks(out_TD, values):
                 self._decode_rows(symbols, rows, step_D, out_TD[rows])
         if header.outliers:
             quantise.restore_outliers(symbols.array("position"), symbols.array("outlier"), out_TD)

@@ -225,7 +225,7 @@ class GroupFetcher:
         group, uri = record.row_groups[row_group], self._dataset.uri
         part = _Part(record.shard, record.object, record.columns, {row_group: group})
         chunks: dict[int, memoryview] = {}
-        places = record.row_groups.chunk_places(row_group)
+        places = [(offset, size) for offset, size, _ in group.chunks]
         for start, size in self._runs(places):
             data = np.empty(size, np.uint8).data
             self._read(record, start, data)

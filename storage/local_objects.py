@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, cast
 from urllib.parse import unquote, urlsplit
@@ -82,8 +83,8 @@ class LocalStore:
                 self._publish(temporary, file, target, overwrite=True)
 
     def _prepare(self, target: Path, overwrite: bool) -> None:
-        absent = [] if target.parent.is_dir() else [target.parent, *target.parent.parents]
-        for folder in reversed(absent):
+        above = (target.parent, *target.parent.parents)
+        for folder in reversed([*takewhile(lambda folder: not folder.is_dir(), above)]):
             with suppress(FileExistsError):
                 folder.mkdir()
                 self._made.add(folder)
