@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,11 @@ class Run:
     def wanted(self) -> list[Experiment]:
         """The experiments, most important first."""
         a = self.arguments
-        return experiments(a.seeds, a.groups.split(","), a.anchors)
+        known = experiments(a.seeds, a.groups.split(","), a.anchors)
+        if chosen := [e for e in known if any(fnmatch(e.key, pattern) for pattern in a.only.split(","))]:
+            return chosen
+        names = "\n".join(experiment.key for experiment in known)
+        raise UserError(f"nothing is called {a.only} (--only) among --groups and --seeds:\n{names}")
 
     def result(self, experiment: Experiment, folder: str = "results") -> Path:
         return self.output / folder / f"{experiment.key}.json"
@@ -133,7 +138,8 @@ class Run:
         data = {"chats": len(samples), **counts, "tokens": tokens, "answer_tokens": answers}
         write_json(self.output / "data.json", data)
         print(json.dumps(data), flush=True)
-        captures = {codec: with_last if codec == BASE_CODEC else plain for codec in CODECS}
+        needed = {codec for experiment in self.waiting for codec in experiment.codecs}
+        captures = {codec: with_last if codec == BASE_CODEC else plain for codec in CODECS if codec in needed}
         create_datasets(self.output / "shards", samples, target, captures)
         print("planned the data sets", flush=True)
 
@@ -221,6 +227,8 @@ class Run:
         """Shard writers and trainers side by side: drafters of a codec begin once its shards are whole."""
         for folder in ("results", "claims"):
             (self.output / folder).mkdir(parents=True, exist_ok=True)
+        if not self.waiting:
+            return self.report()
         for claim in (self.output / "claims").iterdir():
             claim.unlink()
         (self.output / "shards" / NAMES).unlink(missing_ok=True)
@@ -298,22 +306,20 @@ class Run:
 
     @staticmethod
     def is_ready(datasets: DataSets, experiment: Experiment) -> bool:
-        needs = {experiment.codec}
-        if experiment.exact_tap is not None or experiment.exact_loudest:
-            needs.add("lossless")
-        return all(datasets.training[codec].sealed for codec in needs)
+        return all(datasets.training[codec].sealed for codec in experiment.codecs)
 
     def read(self, datasets: DataSets, experiment: Experiment) -> Chats:
         threads = self.arguments.threads
         dataset = datasets.training[experiment.codec]
         chats = read_chats(dataset, self.device, threads, last_hidden=experiment.last_hidden)
-        put_exact(
-            chats,
-            datasets.training["lossless"],
-            threads,
-            tap=experiment.exact_tap,
-            loudest=experiment.exact_loudest,
-        )
+        if experiment.exact_tap is not None or experiment.exact_loudest:
+            put_exact(
+                chats,
+                datasets.training["lossless"],
+                threads,
+                tap=experiment.exact_tap,
+                loudest=experiment.exact_loudest,
+            )
         return chats
 
     def run_one(
@@ -441,6 +447,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--groups", default=",".join(GROUPS), help="comma separated; default: %(default)s")
+    parser.add_argument("--only", default="*", help="names of results, comma separated, * for any characters")
     parser.add_argument("--mask-token", default=MASK_TOKEN, help="token that fills the masked slots")
     parser.add_argument("--threads", type=int, default=4, help="of the entropy coder, in each process")
     parser.add_argument("--decode-prompts", type=int, default=4, help="prompts of each family decoded really")

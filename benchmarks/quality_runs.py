@@ -90,6 +90,12 @@ class Experiment:
         return "kl_weight" in self.training.get("loss", {})
 
     @property
+    def codecs(self) -> tuple[str, ...]:
+        """Codecs of the data sets that are read for it."""
+        exact = self.exact_tap is not None or self.exact_loudest > 0
+        return (self.codec, "lossless") if exact else (self.codec,)
+
+    @property
     def data(self) -> tuple[Any, ...]:
         """What must be read for it; experiments with equal `data` can share it."""
         return self.codec, self.last_hidden, self.exact_tap, self.exact_loudest
