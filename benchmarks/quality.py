@@ -362,7 +362,7 @@ class Run:
         print(write_report(self.output))
 
     def report(self) -> None:
-        print(write_report(self.output))
+        print(write_report(self.output, self.arguments.beside))
 
     # Processes.
 
@@ -453,6 +453,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decode-prompts", type=int, default=4, help="prompts of each family decoded really")
     parser.add_argument("--decode-tokens", type=int, default=128)
     parser.add_argument("--decode-passes", type=int, default=3, help="of which the quickest counts")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="report: other outputs; all relative to the default",
+    )
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--ends", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

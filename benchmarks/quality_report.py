@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,54 @@ from quality_prompts import TRAINED, UNSEEN
 from quality_runs import BASE, COARSE, GROUPS, LONGER
 
 Results = list[dict[str, Any]]
+PARTS = {"trained_families": "tab:blue", "unseen_families": "tab:orange"}
+"""What is told apart, and its colour in plots."""
 
 
-def write_report(folder: Path) -> str:
-    """Write quality.json, tables.md and the plots; returns the tables."""
-    results = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
+def write_report(folder: Path, others: Sequence[Path] = ()) -> str:
+    """Write quality.json, tables.md and the plots into `folder`; returns the tables.
+
+    With the folders of `others`, runs on other data, acceptance is given as a share of what the default
+    earned in the same run.
+    """
+    results = _results(folder)
+    if others:
+        runs = [found for found in (results, *map(_results, others)) if _base(found)]
+        results = [result for found in runs for result in _in_shares(found)]
     if not results:
         return "no results yet"
+    by_name: dict[tuple[str, str], Results] = defaultdict(list)
+    for result in results:
+        by_name[result["group"], result["name"]].append(result)
+    tables = [_codec_table(by_name), _family_table(by_name), _ablation_table(by_name)]
+    if others:
+        tables = ["Acceptance as a share of the default's in the same run, but by family.", *tables]
+    text = "\n\n".join(tables)
+    (folder / "tables.md").write_text(text + "\n")
+    (folder / "quality.json").write_text(json.dumps(results, indent=1))
+    _plots(by_name, "times the default's tokens a target call" if others else "tokens a target call", folder)
+    return text
+
+
+def _results(folder: Path) -> Results:
+    results = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
     for result in results:
         decoded = folder / "decoded" / f"{result['key']}.json"
         result["decoded"] = json.loads(decoded.read_text()) if decoded.exists() else {}
         families = result["simulated"]
         result["trained_families"] = _together(families, TRAINED)
         result["unseen_families"] = _together(families, UNSEEN)
-    by_name: dict[tuple[str, str], Results] = defaultdict(list)
-    for result in results:
-        by_name[result["group"], result["name"]].append(result)
-    text = "\n\n".join([_codec_table(by_name), _family_table(by_name), _ablation_table(by_name)])
-    (folder / "tables.md").write_text(text + "\n")
-    (folder / "quality.json").write_text(json.dumps(results, indent=1))
-    _plots(by_name, folder)
-    return text
+    return results
+
+
+def _base(results: Results) -> Results:
+    return [result for result in results if (result["group"], result["name"]) == BASE]
+
+
+def _in_shares(results: Results) -> Results:
+    """Acceptance of each drafter as a share of the default's in the same run, its mean over seeds."""
+    means = {part: statistics.fmean(r[part] for r in _base(results)) for part in PARTS}
+    return [result | {part: result[part] / mean for part, mean in means.items()} for result in results]
 
 
 def _together(families: dict[str, Any], names: Any) -> float:
@@ -147,22 +175,21 @@ def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
     return f"{said}\n\n" + _table(header, rows)
 
 
-def _plots(by_name: dict[tuple[str, str], Results], folder: Path) -> None:
+def _plots(by_name: dict[tuple[str, str], Results], unit: str, folder: Path) -> None:
     from matplotlib.figure import Figure
 
     for name, size, draw in (("codecs", (11, 4.4), _plot_codecs), ("ablations", (9, 4.4), _plot_ablations)):
         figure = Figure(figsize=size, layout="constrained")
-        draw(by_name, figure)
+        draw(by_name, unit, figure)
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def _plot_ablations(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
+def _plot_ablations(by_name: dict[tuple[str, str], Results], unit: str, figure: Any) -> None:
     """Each recipe's acceptance beside that of the base, whose seeds spread over the shaded band."""
     order = {group: i for i, group in enumerate(GROUPS)}
     runs = sorted((key for key in by_name if key[0] != "codec"), key=lambda key: order[key[0]], reverse=True)
     labels = [f"{group}: {name}" for group, name in runs]
-    parts = (("trained_families", "trained families"), ("unseen_families", "unseen families"))
-    for axes, (key, label) in zip(figure.subplots(1, 2, sharey=True), parts, strict=True):
+    for axes, key in zip(figure.subplots(1, 2, sharey=True), PARTS, strict=True):
         values = [[r[key] for r in by_name[run]] for run in runs]
         axes.barh(labels, [statistics.fmean(v) for v in values], height=0.6)
         for place, seeds in enumerate(values):
@@ -170,17 +197,18 @@ def _plot_ablations(by_name: dict[tuple[str, str], Results], figure: Any) -> Non
         if base := [r[key] for r in by_name.get(BASE, [])]:
             axes.axvspan(min(base), max(base), color="black", alpha=0.25)
             axes.axvline(statistics.fmean(base), color="black", lw=1)
-            axes.set_xlim(left=min(map(min, [*values, base])) - 0.1)
-        axes.set_xlabel(f"tokens a target call, {label}")
+            axes.set_xlim(left=0.95 * min(map(min, [*values, base])))
+        axes.set_title(key.replace("_", " "), fontsize=10)
         axes.grid(axis="x", alpha=0.3)
+    figure.supxlabel(unit, fontsize=10)
 
 
-def _plot_codecs(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
+def _plot_codecs(by_name: dict[tuple[str, str], Results], unit: str, figure: Any) -> None:
     """Acceptance over bits a value, and over the steps of training."""
     left, right = figure.subplots(1, 2)
     recipes = {"codec": "AdamW", "combined": "Muon, D-PACE", "longer": f"the same, {LONGER} x the steps"}
     for (group, recipe), marker in zip(recipes.items(), "os^", strict=True):
-        for key, colour in (("trained_families", "tab:blue"), ("unseen_families", "tab:orange")):
+        for key, colour in PARTS.items():
             points = sorted(
                 (found[0]["costs"]["bits_per_value"], [r[key] for r in found], name)
                 for (of, name), found in by_name.items()
@@ -194,10 +222,11 @@ def _plot_codecs(by_name: dict[tuple[str, str], Results], figure: Any) -> None:
             label = f"{key.replace('_', ' ')}, {recipe}"
             left.errorbar(bits, means, yerr=spread, color=colour, marker=marker, capsize=3, label=label)
             for x, y, (_, _, name) in zip(bits, means, points, strict=True):
-                short = name.removeprefix("tolerance=")
-                left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
+                if key == next(iter(PARTS)):
+                    short = name.removeprefix("tolerance=")
+                    left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
     left.set_xlabel("bits a value in the shards")
-    left.set_ylabel("tokens a target call, held-out chats")
+    left.set_ylabel(f"{unit}, held-out chats")
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     for (group, name), found in by_name.items():
