@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash_core.configuration import UserError
+
+About = TypeVar("About")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +36,47 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
+
+    def from_first(
+        self, read: Callable[[], tuple[About, dict[str, Tensor]] | None]
+    ) -> tuple[About, dict[str, Tensor]] | None:
+        """Return what `read` returns on rank 0, which alone calls it: something small, and named tensors.
+
+        Where there are several ranks, each has the tensors on its device. An error is raised on all of them.
+        """
+        if self.size == 1:
+            return read()
+        found: tuple[About, dict[str, Tensor]] | None = None
+        outcome: Any = None
+        if self.is_first:
+            try:
+                found = read()
+            except UserError as error:
+                outcome = error
+            except Exception as error:  # noqa: BLE001  whatever it is, the others wait for an answer
+                outcome = RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+        if found is not None:
+            shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found[1].items()}
+            outcome = (found[0], shapes)
+        box = [outcome]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        outcome = box[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is None:
+            return None
+        about, shapes = outcome
+        if found is not None:
+            tensors = {name: tensor.to(self.device) for name, tensor in found[1].items()}
+        else:
+            tensors = {n: torch.empty(s, dtype=d, device=self.device) for n, (s, d) in shapes.items()}
+        self.broadcast(tensors.values())
+        return about, tensors
 
 
 def own_device() -> str:

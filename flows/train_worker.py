@@ -410,13 +410,14 @@ def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
 def resume(trainer: Trainer, checkpoints: Checkpoints, data: TrainingData) -> StepPlace:
     """Continue from the latest checkpoint, if there is one; returns where the next step lies.
 
+    The first rank reads it and hands it to the others: a store is asked for it once, however many there are.
     Raises UserError naming the keys when it is of another configuration.
     """
-    found = checkpoints.latest()
+    found = trainer.world.from_first(checkpoints.latest)
     if found is None:
         return StepPlace(epoch=0, step_in_epoch=0)
     record, tensors = found
-    torch.set_rng_state(tensors.pop("rng/cpu"))
+    torch.set_rng_state(tensors.pop("rng/cpu").cpu())
     position = record.position
     trainer.load_state(tensors, position.optimizer_step)
     if trainer.world.is_first:

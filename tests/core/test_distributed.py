@@ -1,0 +1,81 @@
+"""What the first rank reads reaches the others, which read nothing; so do its errors."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from dflash_core.configuration import UserError
+from dflash_core.distributed import World
+
+READ = {
+    "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "step": torch.tensor(7.0),
+    "random": torch.arange(5, dtype=torch.uint8),
+    "empty": torch.empty(0, 3),
+}
+
+
+def _read(case: str) -> tuple[str, dict[str, torch.Tensor]] | None:
+    if case == "user":
+        raise UserError("of another configuration: lr: 1 -> 2")
+    if case == "other":
+        raise OSError("no room")
+    return ("step 7", READ) if case == "found" else None
+
+
+def _rank(rank: int, port: int, case: str, results: Any) -> None:
+    import torch.distributed as dist
+
+    def read_by_others() -> None:
+        raise AssertionError("only the first rank reads")
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    world = World(rank=rank, size=2, device=torch.device("cpu"))
+    try:
+        found = world.from_first(read_by_others if rank else lambda: _read(case))
+        outcome: Any = found and (found[0], {name: tensor.numpy() for name, tensor in found[1].items()})
+    except (UserError, RuntimeError) as error:
+        outcome = f"{type(error).__name__}: {error}"
+    results.put(outcome)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def outcomes(case: str) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=_rank, args=(rank, port, case, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=200) for _ in ranks]
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    return found
+
+
+def test_all_ranks_have_what_the_first_one_read() -> None:
+    for about, tensors in outcomes("found"):
+        assert about == "step 7" and tensors.keys() == READ.keys()
+        for name, array in tensors.items():
+            torch.testing.assert_close(torch.from_numpy(array), READ[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("none", None),
+        ("user", "UserError: of another configuration: lr: 1 -> 2"),
+        ("other", "RuntimeError: on rank 0: OSError: no room"),
+    ],
+)
+def test_all_ranks_hear_of_the_rest(case: str, expected: str | None) -> None:
+    assert outcomes(case) == [expected, expected]
