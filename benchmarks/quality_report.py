@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quality_prompts import TRAINED, UNSEEN
-from quality_runs import BASE, COARSE, GROUPS, LONGER
+from quality_runs import BASE, COARSE, GROUPS, LONGER, ORDER
 
 Results = list[dict[str, Any]]
 PARTS = {"trained_families": "tab:blue", "unseen_families": "tab:orange"}
@@ -90,7 +90,7 @@ def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
             f"{found[0]['costs']['bytes_per_token']:.0f}",
             # Without channel scales an error can only be put in relation to the energy.
             f"{statistics.fmean(found[0]['costs']['relative_error']):.1%}"
-            + ("" if name.startswith("tolerance") else " of the energy"),
+            + ("" if name.startswith("tolerance") else " of the RMS"),
             str(len(found)),
             _spread([r["trained_families"] for r in found]),
             _spread([r["unseen_families"] for r in found]),
@@ -125,7 +125,10 @@ def _family_table(by_name: dict[tuple[str, str], Results]) -> str:
         if family not in found[0]["simulated"]:
             continue
         simulated = _spread([r["simulated"][family]["acceptance_length"] for r in found])
-        slots = found[0]["simulated"][family]["per_slot"]
+        slots = [
+            statistics.fmean(k)
+            for k in zip(*(r["simulated"][family]["per_slot"] for r in found), strict=True)
+        ]
         decoded = next((r["decoded"][family] for r in found if family in r["decoded"]), None)
         rows.append(
             [
@@ -149,9 +152,14 @@ def _decoded_cells(decoded: dict[str, Any]) -> list[str]:
     ]
 
 
+def _recipes(by_name: dict[tuple[str, str], Results]) -> list[tuple[str, str]]:
+    """All but the codecs, in the order in which they are shown."""
+    keys = (key for key in by_name if key[0] != "codec")
+    return sorted(keys, key=lambda key: (GROUPS.index(key[0]), ORDER.get(key, len(ORDER)), key[1]))
+
+
 def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
-    order = {group: i for i, group in enumerate(GROUPS)}
-    keys = sorted((key for key in by_name if key[0] != "codec"), key=lambda key: order[key[0]])
+    keys = _recipes(by_name)
     coarse = next((i for i, key in enumerate(keys) if key[0] == "finer"), len(keys))
     keys = [BASE, *keys[:coarse], ("codec", COARSE), *keys[coarse:]]
     rows = [
@@ -178,7 +186,7 @@ def _ablation_table(by_name: dict[tuple[str, str], Results]) -> str:
 def _plots(by_name: dict[tuple[str, str], Results], unit: str, folder: Path) -> None:
     from matplotlib.figure import Figure
 
-    for name, size, draw in (("codecs", (11, 4.4), _plot_codecs), ("ablations", (9, 4.4), _plot_ablations)):
+    for name, size, draw in (("codecs", (9, 4.4), _plot_codecs), ("ablations", (9, 4.4), _plot_ablations)):
         figure = Figure(figsize=size, layout="constrained")
         draw(by_name, unit, figure)
         figure.savefig(folder / f"{name}.png", dpi=120)
@@ -186,8 +194,7 @@ def _plots(by_name: dict[tuple[str, str], Results], unit: str, folder: Path) -> 
 
 def _plot_ablations(by_name: dict[tuple[str, str], Results], unit: str, figure: Any) -> None:
     """Each recipe's acceptance beside that of the base, whose seeds spread over the shaded band."""
-    order = {group: i for i, group in enumerate(GROUPS)}
-    runs = sorted((key for key in by_name if key[0] != "codec"), key=lambda key: order[key[0]], reverse=True)
+    runs = _recipes(by_name)[::-1]
     labels = [f"{group}: {name}" for group, name in runs]
     for axes, key in zip(figure.subplots(1, 2, sharey=True), PARTS, strict=True):
         values = [[r[key] for r in by_name[run]] for run in runs]
@@ -204,8 +211,8 @@ def _plot_ablations(by_name: dict[tuple[str, str], Results], unit: str, figure: 
 
 
 def _plot_codecs(by_name: dict[tuple[str, str], Results], unit: str, figure: Any) -> None:
-    """Acceptance over bits a value, and over the steps of training."""
-    left, right = figure.subplots(1, 2)
+    """Acceptance over bits a value, for each recipe of which several codecs, or one, were tried."""
+    axes = figure.subplots()
     recipes = {"codec": "AdamW", "combined": "Muon, D-PACE", "longer": f"the same, {LONGER} x the steps"}
     for (group, recipe), marker in zip(recipes.items(), "os^", strict=True):
         for key, colour in PARTS.items():
@@ -220,20 +227,12 @@ def _plot_codecs(by_name: dict[tuple[str, str], Results], unit: str, figure: Any
             means = [statistics.fmean(values) for _, values, _ in points]
             spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values, _ in points]
             label = f"{key.replace('_', ' ')}, {recipe}"
-            left.errorbar(bits, means, yerr=spread, color=colour, marker=marker, capsize=3, label=label)
-            for x, y, (_, _, name) in zip(bits, means, points, strict=True):
-                if key == next(iter(PARTS)):
+            axes.errorbar(bits, means, yerr=spread, color=colour, marker=marker, capsize=3, label=label)
+            if key == next(iter(PARTS)):
+                for x, y, (_, _, name) in zip(bits, means, points, strict=True):
                     short = name.removeprefix("tolerance=")
-                    left.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
-    left.set_xlabel("bits a value in the shards")
-    left.set_ylabel(f"{unit}, held-out chats")
-    left.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    for (group, name), found in by_name.items():
-        if group == "codec":
-            curve = found[0]["curve"]
-            right.plot([c["step"] for c in curve], [c["acceptance_length"] for c in curve], label=name, lw=1)
-    right.set_xlabel("optimizer step")
-    right.set_ylabel("teacher-forced acceptance while training")
-    right.grid(alpha=0.3)
-    right.legend(fontsize=7)
+                    axes.annotate(short, (x, y), textcoords="offset points", xytext=(3, 5), fontsize=7)
+    axes.set_xlabel("bits a value in the shards")
+    axes.set_ylabel(f"{unit}, held-out chats")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)

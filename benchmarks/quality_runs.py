@@ -40,6 +40,8 @@ CODECS = (
     "tolerance=0.2",
 )
 """In the order in which their shards are written and their drafters trained."""
+TEACHERS = (BASE_CODEC, "lossless")
+"""Codecs with which the target's last hidden state is stored too."""
 BASE = ("codec", BASE_CODEC)
 """(group, name) of the experiment that every ablation changes in one point."""
 DECODED = (("longer", BASE_CODEC), ("combined", BASE_CODEC), BASE, ("codec", "lossless"))
@@ -151,6 +153,7 @@ def _ablations(seed: int, anchors: int) -> list[Experiment]:
         ),
         one("objective", "D-PACE", training={"loss": {"weighting": "dpace"}}),
         one("objective", "KL 0.5", training={"loss": {"kl_weight": 0.5}}),
+        one("objective", "KL 0.5 lossless", codec="lossless", training={"loss": {"kl_weight": 0.5}}),
         *(
             one(
                 "optimizer", f"{said} {rate:g}", training={"optimizer": {"learning_rate": rate, "name": name}}
@@ -165,7 +168,7 @@ def _ablations(seed: int, anchors: int) -> list[Experiment]:
         one("attention", "4 sliding (128) + 1 full", drafter=sliding),
         *(
             one("anchors", f"anchors={a}", training={"anchors_per_row": a})
-            for a in (anchors // 2, anchors * 2)
+            for a in (anchors // 4, anchors // 2, anchors * 2)
         ),
     ]
 
@@ -199,9 +202,10 @@ def _finer(seed: int) -> list[Experiment]:
     ]
 
 
-GROUPS = tuple(
-    dict.fromkeys(["codec", *(e.group for e in _ablations(0, 2)), "combined", "longer", _finer(0)[0].group])
-)
+_SHOWN = [*_ablations(0, 1024), *_strong("combined", 0), *_strong("longer", 0), *_finer(0)]
+GROUPS = tuple(dict.fromkeys(["codec", *(e.group for e in _SHOWN)]))
+ORDER = {(e.group, e.name): i for i, e in enumerate(_SHOWN)}
+"""Place of (group, name) among what is shown beside the default; other numbers of anchors have none."""
 
 
 class TimeOver(RuntimeError):
