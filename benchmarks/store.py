@@ -14,12 +14,12 @@ Reading follows the plan of a training epoch and fills packed rows [C, L*D] with
 layers; `--threads` files, parts or row groups are on their way at a time in every layout (row groups of the
 store: `--fetch-threads`, where that is given).
 
-Everything is written, and the machine comes to rest, before anything is read. "read" of a local folder is the
-first epoch of a process, with nothing in the page cache. "read_cached", and "read" from S3, go in `--epochs`
+Everything is written, and the machine comes to rest, before anything is read. Reading goes in `--epochs`
 rounds, so that a machine that slows down, or a server with work of its own, meets all layouts. In a round
-each layout has its turn, in a process of its own that lives on: three epochs that do not count, until reading
-is as far ahead as in a long run, and two that do, of which the mean is taken. Between its turns nothing of it
-is open that could read ahead beside the others, or before its clock starts.
+each layout has its turn, in a process of its own that lives on. "read_cached", and "read" from S3: three
+epochs that do not count, until reading is as far ahead as in a long run, and two that do, of which the mean is
+taken. "read" of a local folder: one epoch with nothing read ahead and nothing of it in the page cache. Between
+its turns nothing of a layout is open that could read ahead beside the others, or before its clock starts.
 
 Reported for each: write and read tokens_s, cpu_s (of its process, without the server), bytes_per_token, and
 rss_MB: how much the peak of resident memory grew; medians over the rounds, which stand beside them (of rss_MB
@@ -62,7 +62,7 @@ from store_layouts import (
     Layout,
     States,
     read_again,
-    read_first,
+    read_from_disk,
     read_states,
     write,
 )
@@ -89,8 +89,8 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--states", type=Path, help="safetensors of real states named <sample>.<column>")
-    parser.add_argument("--tokens", type=int, default=24_000, help="of random states, without --states")
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=6_000, help="of random states, without --states")
+    parser.add_argument("--width", type=int, default=5120, help="that of a 27B target by default")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--length", type=int, default=300, help="mean tokens of a sample")
     parser.add_argument("--threads", type=int, default=4)
@@ -188,20 +188,18 @@ def measure(store: str, layouts: Sequence[Layout], rounds: int) -> dict[str, Fig
             results[layout.name] = {"write": call(write, layout)}
         results[layout.name]["bytes_per_token"] = results[layout.name]["write"].pop("bytes_per_token")
     rest()
-    if store == "local":
-        for layout in layouts:
-            with process_for(layout) as call:
-                results[layout.name]["read"] = call(read_first, layout)
-    found: dict[str, list[Figures]] = {layout.name: [] for layout in layouts}
+    phases = {"read": read_from_disk, "read_cached": read_again} if store == "local" else {"read": read_again}
     with ExitStack() as stack:
         turns = deque((layout, stack.enter_context(process_for(layout))) for layout in layouts)
-        for number in range(rounds):
-            print(f"{store:>8} round {number + 1}", file=sys.stderr, flush=True)
-            for layout, call in turns:
-                found[layout.name].append(call(read_again, layout))
-            turns.rotate(-1)
-    for name, of_layout in found.items():
-        results[name]["read_cached" if store == "local" else "read"] = summary(of_layout)
+        for phase, read in phases.items():
+            found: dict[str, list[Figures]] = {layout.name: [] for layout in layouts}
+            for number in range(rounds):
+                print(f"{store:>8} {phase}, round {number + 1}", file=sys.stderr, flush=True)
+                for layout, call in turns:
+                    found[layout.name].append(call(read, layout))
+                turns.rotate(-1)
+            for name, of_layout in found.items():
+                results[name][phase] = summary(of_layout)
     return results
 
 

@@ -274,9 +274,11 @@ def source_of(layout: Layout) -> Files | Shards:
     return Files(layout) if layout.name in FILES else Shards(layout)
 
 
-def read_first(layout: Layout) -> Figures:
-    """Read one epoch, starting with nothing."""
+def read_from_disk(layout: Layout) -> Figures:
+    """Read one epoch, starting with nothing ahead and nothing in the page cache; code is loaded already."""
     source, result = source_of(layout), Figures()
+    with source.open(1) as filled:
+        read_epochs(1, source, filled)
     forget_pages(Path(layout.uri))
     with clock(layout, result), source.open(1) as filled:
         read_epochs(1, source, filled)
