@@ -17,8 +17,8 @@ store: `--fetch-threads`, where that is given).
 Everything is written, and the machine comes to rest, before anything is read. Reading goes in `--epochs`
 rounds, so that a machine that slows down, or a server with work of its own, meets all layouts. In a round
 each layout has its turn, in a process of its own that lives on. "read_cached", and "read" from S3: three
-epochs that do not count, until reading is as far ahead as in a long run, and two that do, of which the mean is
-taken. "read" of a local folder: one epoch with nothing read ahead and nothing of it in the page cache. Between
+epochs that do not count, until reading is as far ahead as in a long run, and the mean of two that do.
+"read" of a local folder: one epoch with nothing read ahead and nothing of it in the page cache. Between
 its turns nothing of a layout is open that could read ahead beside the others, or before its clock starts.
 
 Reported for each: write and read tokens_s, cpu_s (of its process, without the server), bytes_per_token, and
