@@ -6,11 +6,16 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_core.acceptance import AcceptanceStats, Difference
 from dflash_core.configuration import UserError
 from flows.plots import plot_acceptance
+
+if TYPE_CHECKING:  # what measures needs transformers, which takes seconds to import
+    from dflash_core.acceptance import AcceptanceStats, Difference
+
+DIFFERENCES_SHOWN = 5
+"""Texts that the terminal and the training report name; acceptance.json has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,15 @@ def make_report(
     together = sum(stats[1:], start=stats[0])
     plain = sum(result.plain_seconds for result in results.values())
     speculative = sum(result.speculative_seconds for result in results.values())
+    families = {name: result.report() for name, result in results.items()}
     return {
         **together.report(),
+        "prompts": sum(family["prompts"] for family in families.values()),
         "speed_up": plain / speculative if greedy else None,
         "lossless": all(result.lossless for result in results.values()) if greedy else None,
-        "families": {name: result.report() for name, result in results.items()},
+        "equal_texts": sum(family["equal_texts"] for family in families.values()) if greedy else None,
+        "ties": sum(family["ties"] for family in families.values()),
+        "families": families,
         "block_size": block_size,
         **settings,
     }
@@ -69,7 +78,7 @@ def make_report(
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write acceptance.json and acceptance.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_without_nan(report), indent=2, allow_nan=False)
+    text = json.dumps(without_nan(report), indent=2, allow_nan=False)
     (folder / "acceptance.json").write_text(text + "\n")
     title = f"{report['acceptance_length']:.2f} tokens a target call, blocks of {report['block_size']}"
     plot_acceptance(report["families"], folder / "acceptance.png", title)
@@ -89,37 +98,88 @@ def check_gates(report: dict[str, Any], minimum: float | None, *, require_lossle
         raise UserError(f"the drafter is not good enough: {'; '.join(misses)}")
 
 
+def text_verdict(counts: dict[str, Any]) -> str:
+    """Say of a family, or of a whole report, whether the texts equal the plain target's."""
+    if counts["equal_texts"] is None:
+        return "sampled"
+    prompts, ties = counts["prompts"], counts["ties"]
+    if counts["equal_texts"] == prompts:
+        return "equal"
+    if counts["equal_texts"] + ties == prompts:
+        return f"{ties} tie{'s' if ties > 1 else ''} of {prompts}"
+    return "DIFFERS"
+
+
+def difference_lines(report: dict[str, Any]) -> list[str]:
+    """Name the texts that leave the plain target's, and its candidates there; what is no tie comes first."""
+    found = [(name, entry) for name, family in report["families"].items() for entry in family["differences"]]
+    found.sort(key=lambda pair: pair[1]["tie"])
+    lines = []
+    for name, entry in found[:DIFFERENCES_SHOWN]:
+        drafted, plain = (
+            "the end" if token is None else token
+            for token in (entry["speculative_token"], entry["greedy_token"])
+        )
+        kind = "a tie" if entry["tie"] else "NOT a tie"
+        place = f"{name}, prompt {entry['prompt']}, token {entry['position']}"
+        lines += [
+            f"{place}: {drafted} instead of {plain}, {kind}",
+            f"  plain    {_candidates(entry['greedy_candidates'])}",
+            f"  drafted  {_candidates(entry['speculative_candidates'])}",
+        ]
+    if len(found) > DIFFERENCES_SHOWN:
+        lines.append(f"{len(found) - DIFFERENCES_SHOWN} more in acceptance.json")
+    return lines
+
+
+def _candidates(found: dict[str, Any] | None) -> str:
+    """Tokens with their logits, best first."""
+    if found is None:
+        return "-"
+    return "  ".join(
+        f"{token}: {logit:.6g}" for token, logit in zip(found["tokens"], found["logits"], strict=True)
+    )
+
+
 def print_report(report: dict[str, Any]) -> None:
-    """Print the table of families on the terminal."""
+    """Print the table of families on the terminal, and below it the texts that differ."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"Acceptance, blocks of {report['block_size']}")
-    table.add_column("family")
-    for column in ("prompts", "tokens", "tokens a call", "slot 1", "slot 2", "slot 4", "speed-up", "text"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title=f"Acceptance, blocks of {report['block_size']}", box=SIMPLE_HEAD, padding=0, show_edge=False
+    )
+    table.add_column("family", overflow="fold")
+    for column in ("prompts", "tokens", "tokens\na call", "slot 1", "slot 2", "slot 4", "speed-up", "text"):
+        table.add_column(column, justify="right", no_wrap=True)
     rows = dict(report["families"])
     if len(rows) > 1:
-        rows["all"] = {**report, "prompts": sum(f["prompts"] for f in rows.values())}
+        rows["all"] = report
     for name, family in rows.items():
         slots = family["per_slot"]
         shown = [f"{slots[k - 1]:.2f}" if k <= len(slots) else "" for k in (1, 2, 4)]
         speed = family.get("speed_up")
         table.add_row(
-            name,
+            Text(name),
             str(family["prompts"]),
             str(family["tokens"]),
             f"{family['acceptance_length']:.2f}",
             *shown,
             f"{speed:.2f}x" if speed else "",
-            {True: "equal", False: "DIFFERS", None: "sampled"}[family["lossless"]],
+            text_verdict(family),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for line in difference_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by None."""
     if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
+        return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
+        return [without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

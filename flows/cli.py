@@ -206,7 +206,7 @@ def respond(config: ConfigFile) -> None:
 @app.command()
 def evaluate(config: ConfigFile) -> None:
     """Measure how many tokens a target call earns with a drafter, by real speculative decoding."""
-    from flows.acceptance_report import print_report
+    from flows.acceptance_report import check_gates, print_report
     from flows.config import load_config
     from flows.evaluate import EvaluateConfig
     from flows.evaluate import evaluate as run
@@ -216,6 +216,7 @@ def evaluate(config: ConfigFile) -> None:
     typer.echo(err=True)  # ends the line of the progress
     print_report(report)
     typer.echo(f"acceptance.json and acceptance.png are in {settings.output}")
+    check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
 
 
 def parse_numbers(text: str) -> list[int]:

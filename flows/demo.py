@@ -119,6 +119,7 @@ def _report(
         "acceptance_length_held_out": families[HELD_OUT]["acceptance_length"],
         "acceptance_length_plain_target": 1.0,
         "lossless": summary["acceptance"]["lossless"],
+        "ties": summary["acceptance"]["ties"],
         "speed_up_trained_on": families[TRAINED_ON]["speed_up"],
         "speed_up_held_out": families[HELD_OUT]["speed_up"],
         "texts_equal_to_greedy": {name: family["equal_texts"] for name, family in families.items()},
@@ -144,7 +145,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, "1.00", f"{length:.2f}", f"{speed_up:.2f}x", f"{equal} of {prompts}")
     console.print(table)
     proof = "is" if report["lossless"] else "IS NOT"
-    console.print(f"Speculative output {proof} the target's own greedy output.")
+    but = ", but for ties of floating point" if report["lossless"] and report["ties"] else ""
+    console.print(f"Speculative output {proof} the target's own greedy output{but}.")
     console.print(
         f"{report['tokens']} tokens stored in {report['bytes_per_token']:.0f} bytes each; "
         f"{report['seconds']['total']:.0f} s in all: {report['seconds']}"

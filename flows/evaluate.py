@@ -1,4 +1,4 @@
-"""`dflash evaluate`: drafter, target and prompts in; acceptance as table, JSON, plot and gate out."""
+"""`dflash evaluate`: drafter, target and prompts in; acceptance as JSON and plot out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dflash_core.speculative import (
     speculative_generate,
 )
 from dflash_core.target_identity import target_spec
-from flows.acceptance_report import FamilyResult, check_gates, make_report, write_report
+from flows.acceptance_report import FamilyResult, make_report, write_report
 from storage.chats import read_chats
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -79,9 +79,9 @@ class EvaluateConfig(Config):
 def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Measure real speculative decoding on every family; write acceptance.json and acceptance.png.
 
-    `progress` is told (prompts done, prompts in all; None while the target is read). Returns the report.
-    Raises UserError when drafter and target do not belong together, a family has no usable prompt, or (after
-    the files are written) a gate is missed.
+    `progress` is told (prompts done, prompts in all; None while the target is read). Returns the report,
+    which the caller shows and then gives to `check_gates`. Raises UserError when drafter and target do not
+    belong together or a family has no usable prompt.
     """
     started = time.perf_counter()
     device = _device(config.device)
@@ -118,7 +118,6 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     greedy = config.temperature == 0
     report = make_report(results, drafter.config.block_size, greedy=greedy, settings=settings)
     write_report(report, config.output)
-    check_gates(report, config.minimum_acceptance_length, require_lossless=config.require_lossless)
     return report
 
 

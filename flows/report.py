@@ -16,6 +16,7 @@ from prefect.artifacts import (
 )
 
 from flows import console
+from flows.acceptance_report import difference_lines, text_verdict
 from flows.config import TrainConfig
 from flows.extract_steps import Outcome
 from flows.train_steps import TrainingLog
@@ -158,11 +159,13 @@ def training_page(config: TrainConfig, summary: dict[str, Any], result: Training
     if last := summary["last_metrics"]:
         lines.append(f"* last optimizer step: {metrics_line(last)}")
     if result.acceptance is not None:
-        lines += ["", "## Tokens a target call", "", "| prompts | tokens a call | speed-up | lossless |"]
+        lines += ["", "## Tokens a target call", "", "| prompts | tokens a call | speed-up | text |"]
         lines.append("| --- | --- | --- | --- |")
         for name, family in result.acceptance["families"].items():
             speed = f"{family['speed_up']:.2f}" if family["speed_up"] else "-"
-            lines.append(f"| {name} | {family['acceptance_length']:.3f} | {speed} | {family['lossless']} |")
+            lines.append(f"| {name} | {family['acceptance_length']:.3f} | {speed} | {text_verdict(family)} |")
+        if differences := difference_lines(result.acceptance):
+            lines += ["", "Where texts leave the plain target's:", "", "```", *differences, "```"]
     for file, title in (
         ("training.png", "Loss and acceptance length"),
         ("speed.png", "Slots, speed and memory"),

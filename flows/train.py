@@ -80,9 +80,9 @@ def overfit_one_sample(config: TrainConfig, dataset: Dataset, drafter: DrafterCo
 
 
 @task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)
-def evaluate_drafter(config: TrainConfig, dataset: Dataset, folder: Path) -> dict[str, Any]:
+def evaluate_drafter(config: TrainConfig, dataset: Dataset, folder: Path, result: TrainingLog) -> None:
     """Decode speculatively with the exported drafter."""
-    return without_traceback(lambda: train_steps.evaluate(config, dataset, folder, relay_message))
+    return without_traceback(lambda: train_steps.evaluate(config, dataset, folder, result, relay_message))
 
 
 @flow(name="train-drafter", persist_result=False)
@@ -111,7 +111,7 @@ def _train(config: TrainConfig, folder: Path) -> State[Any]:
     value(train_on_ranks(config, data, drafter, folder, result))
     try:
         if config.evaluation is not None:
-            result.acceptance = value(evaluate_drafter(config, data, folder))
+            value(evaluate_drafter(config, data, folder, result))
     finally:
         summary = train_steps.write_report(config, data, result, folder)
         shown(report.publish_training, config, summary, result, folder)

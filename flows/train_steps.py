@@ -24,6 +24,7 @@ from dflash_core.drafter import DrafterConfig
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import other_form_hint, target_spec
 from dflash_core.target_weights import find_embedding_and_head
+from flows.acceptance_report import check_gates, without_nan
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
@@ -226,10 +227,12 @@ def _compile_session(
         yield session
 
 
-def evaluate(config: TrainConfig, dataset: Dataset, folder: Path, on_message: OnMessage) -> dict[str, Any]:
-    """Measure the exported drafter by real decoding, in a process of its own; return the report.
+def evaluate(
+    config: TrainConfig, dataset: Dataset, folder: Path, result: TrainingLog, on_message: OnMessage
+) -> None:
+    """Measure the exported drafter by real decoding, in a process of its own; fill `result.acceptance`.
 
-    Raises UserError, after acceptance.json is written, when a gate is missed.
+    Raises UserError, after acceptance.json is written and `result` filled, when a gate is missed.
     """
     step = config.evaluation
     assert step is not None
@@ -247,10 +250,11 @@ def evaluate(config: TrainConfig, dataset: Dataset, folder: Path, on_message: On
     timeout = config.silence_timeout_s
     pool = WorkerPool(slots, python_module("flows.step_worker"), {}, silence_timeout_s=timeout)
     with hold_devices(slots), pool:
-        result, _ = pool.run(job, on_message)
-    report = result["report"]
+        answer, _ = pool.run(job, on_message)
+    report = answer["report"]
     assert isinstance(report, dict)
-    return report
+    result.acceptance = report
+    check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
 
 
 def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, folder: Path) -> dict[str, Any]:
@@ -268,7 +272,7 @@ def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, fol
         "compile_cache": result.cache,
         "versions": software_versions(),
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.json").write_text(json.dumps(without_nan(report), indent=1) + "\n")
     plot_curves(folder)
     return report
 

@@ -108,7 +108,7 @@ def test_from_prompts_to_accepted_blocks(tmp_path: Path, writing_target: Path, s
     result = TrainingLog()
     with train_steps.output_folder(train) as folder:
         train_steps.train(train, data, drafter, folder, result, _silent)
-        result.acceptance = train_steps.evaluate(train, data, folder, _silent)
+        train_steps.evaluate(train, data, folder, result, _silent)
         report = train_steps.write_report(train, data, result, folder)
         assert load_exported(folder / train_steps.DRAFTER_FOLDER).config.block_size == 4
     family = report["acceptance"]["families"]["trained on"]

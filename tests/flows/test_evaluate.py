@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from dflash_core.cached_target import CachedTarget
 from dflash_core.configuration import UserError
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import export_drafter
+from dflash_core.speculative import DrafterProposer, greedy_generate
 from dflash_core.target_identity import target_spec
-from flows.acceptance_report import check_gates, print_report
-from flows.evaluate import EvaluateConfig, evaluate
+from flows.acceptance_report import (
+    DIFFERENCES_SHOWN,
+    FamilyResult,
+    check_gates,
+    difference_lines,
+    make_report,
+    print_report,
+    text_verdict,
+    write_report,
+)
+from flows.cli import app
+from flows.config import TrainConfig, dump_config
+from flows.evaluate import EvaluateConfig, evaluate, measure
 from flows.plots import plot_training
-from tests.tiny import MASK_TOKEN_ID, NUM_LAYERS, VOCAB_SIZE, WIDTH, write_tiny_target
+from flows.train_steps import TrainingLog
+from tests.tiny import MASK_TOKEN_ID, NUM_LAYERS, VOCAB_SIZE, WIDTH, tiny_model, write_tiny_target
 
 CHATS = [
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "never read"}]},
@@ -86,6 +104,7 @@ def test_report_plot_and_table(
     print_report(report)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("first", "second", "all", "equal"))
+    assert text_verdict(report) == "equal" and not difference_lines(report)
 
 
 def test_it_is_heard_of_while_the_target_is_read(
@@ -108,22 +127,144 @@ def test_sampling_has_nothing_to_compare_with(
     assert report["acceptance_length"] >= 1
 
 
-def test_a_missed_minimum_fails_after_the_report_is_written(
+def test_a_missed_minimum_fails_after_all_is_shown(
     tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
     config = settings(tiny_target_dir, drafter_dir, tmp_path, minimum_acceptance_length=3.9)
-    with pytest.raises(UserError, match=r"first: acceptance length .* below 3\.90; second: "):
-        evaluate(config)
+    path = tmp_path / "evaluate.yaml"
+    path.write_text(dump_config(config))
+    result = CliRunner().invoke(app, ["evaluate", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "Acceptance, blocks of 4" in result.stdout and "equal" in result.stdout
+    assert re.search(
+        r"error: the drafter is not good enough: first: .* below 3\.90; second: .*\n$", result.stderr
+    )
     assert (tmp_path / "out" / "acceptance.json").exists()
 
 
-def test_a_text_that_differs_fails_unless_it_is_a_tie() -> None:
-    difference = {"prompt": 3, "position": 7, "tie": False}
-    family: dict[str, Any] = {"acceptance_length": 2.0, "lossless": False, "differences": [difference]}
-    with pytest.raises(UserError, match="code: text of prompt 3 differs at token 7"):
-        check_gates({"families": {"code": family}}, None, require_lossless=True)
-    check_gates({"families": {"code": family}}, 1.5, require_lossless=False)
-    nothing = {**family, "acceptance_length": float("nan"), "lossless": None}
+class Swapping(DrafterProposer):
+    """Exchanges two rows of the target's head when a text begins, after its first token: the plain run, which
+    comes next, has the logits of these two tokens the other way round."""
+
+    def __init__(self, drafter: Drafter, target: CachedTarget, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        super().__init__(drafter, target)
+
+    def start(self) -> None:
+        head = self.target.model.get_output_embeddings().weight
+        with torch.no_grad():
+            head[list(self.rows)] = head[list(self.rows[::-1])]
+        super().start()
+
+
+PROMPT = [18, 19, 20]
+
+
+@pytest.fixture
+def swapping() -> Iterator[Swapping]:
+    """A target whose two best tokens after PROMPT change places between the two runs."""
+    with CachedTarget(tiny_model(), (1, 4)) as target:
+        best = greedy_generate(target, PROMPT, max_new_tokens=1).candidates[0]
+        assert best.logits[0] - best.logits[1] > 0.03 * max(map(abs, best.logits[:2])), "else it may be a tie"
+        drafter = random_drafter()
+        drafter.compute_dtype = torch.float32
+        yield Swapping(drafter, target, best.tokens[:2])
+
+
+def measured(swapping: Swapping, tmp_path: Path, prompts: int, **changes: Any) -> FamilyResult:
+    config = settings(tmp_path, tmp_path, tmp_path, max_new_tokens=6, **changes)
+    return measure(swapping.target, swapping, [PROMPT] * prompts, config, stop_ids=[])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_that_differs_is_named_with_its_candidates(
+    swapping: Swapping, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    before = greedy_generate(swapping.target, PROMPT, max_new_tokens=1).candidates[0]
+    result = measured(swapping, tmp_path, 1, dtype=dtype)
+    after = greedy_generate(swapping.target, PROMPT, max_new_tokens=1).candidates[0]
+    assert before.tokens[:2] == after.tokens[1::-1]
+
+    write_report(make_report({"code": result}, 4, greedy=True, settings={}), tmp_path)
+    report = json.loads((tmp_path / "acceptance.json").read_text())
+    [entry] = report["families"]["code"]["differences"]
+    assert (entry["prompt"], entry["position"], entry["tie"]) == (0, 0, False)
+    for name, candidates in (("greedy_candidates", after), ("speculative_candidates", before)):
+        assert entry[name]["tokens"] == list(candidates.tokens) and len(candidates.tokens) == 4
+        assert entry[name]["logits"] == pytest.approx(candidates.logits)
+
+    print_report(report)
+    table, *below = capsys.readouterr().out.rsplit("code, prompt 0, token 0: ", 1)
+    assert "DIFFERS" in table and "equal" not in table
+    first, second = before.tokens[:2]
+    assert below[0].startswith(f"{first} instead of {second}, NOT a tie\n")
+    for label, candidates in (("plain", after), ("drafted", before)):
+        pairs = zip(candidates.tokens, candidates.logits, strict=True)
+        assert f"  {label:<8} " + "  ".join(f"{token}: {logit:.6g}" for token, logit in pairs) in below[0]
+
+    words = f"code: text of prompt 0 differs at token {entry['position']}"
+    with pytest.raises(UserError, match=f"not good enough: {words}"):
+        check_gates(report, None, require_lossless=True)
+    check_gates(report, 1.0, require_lossless=False)
+
+
+def test_ties_are_not_shown_as_equal_texts(
+    swapping: Swapping, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = measured(swapping, tmp_path, 7, tie_tolerance=1.0)
+    report = make_report({"code": result}, 4, greedy=True, settings={})
+    check_gates(report, None, require_lossless=True)
+    print_report(report)
+    printed = capsys.readouterr().out
+    assert "7 ties of 7" in printed and "equal" not in printed and "DIFFERS" not in printed
+    assert printed.count("a tie\n") == DIFFERENCES_SHOWN
+    assert printed.endswith(f"\n{7 - DIFFERENCES_SHOWN} more in acceptance.json\n")
+    other = measured(swapping, tmp_path, 1, tie_tolerance=0.0)
+    both = make_report({"ties": result, "worse": other}, 4, greedy=True, settings={})
+    assert text_verdict(both["families"]["ties"]) == "7 ties of 7"
+    assert text_verdict(both) == text_verdict(both["families"]["worse"]) == "DIFFERS"
+    assert difference_lines(both)[0].startswith("worse, prompt 0")
+
+
+def test_the_training_report_says_the_same_of_the_texts(swapping: Swapping, tmp_path: Path) -> None:
+    from flows.report import training_page
+
+    families = {
+        "ties": measured(swapping, tmp_path, 2, tie_tolerance=1.0),
+        "worse": measured(swapping, tmp_path, 1),
+    }
+    report = make_report(families, 4, greedy=True, settings={})
+    shape = {"block_size": 4, "num_layers": 2, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2}
+    config = TrainConfig.model_validate({"dataset": "d", "target": "t", "output": "o", "drafter": shape})
+    summary = dict.fromkeys(("target", "dataset", "tokens", "drafter", "last_metrics"), "")
+    page = training_page(config, {**summary, "versions": {}}, TrainingLog(acceptance=report), tmp_path)
+    rows = {row.split(" | ")[0]: row for row in page.splitlines() if row.startswith("| ")}
+    assert rows["| ties"].endswith("| 2 ties of 2 |") and rows["| worse"].endswith("| DIFFERS |")
+    assert "\n".join(["```", *difference_lines(report), "```"]) in page and "worse, prompt 0, token 0" in page
+
+
+def test_the_table_fits_eighty_columns(
+    swapping: Swapping,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = measured(swapping, tmp_path, 12, tie_tolerance=1.0)
+    families = {"trained on": result, "[what nobody has seen] " * 3: result}
+    print_report(make_report(families, 4, greedy=True, settings={}))
+    lines = capsys.readouterr().out.splitlines()
+    header = " ".join(next(line for line in lines if line.startswith("family")).split())
+    assert header == "family prompts tokens a call slot 1 slot 2 slot 4 speed-up text"
+    assert all(len(line) <= 80 for line in lines if "instead of" not in line)
+    text = "\n".join(lines)
+    assert "…" not in text and "24 ties of 24" in text and "12 ties of 12" in text
+    assert "[what" in text
+
+
+def test_a_drafter_without_a_block_is_below_every_minimum() -> None:
+    family: dict[str, Any] = {"lossless": None, "differences": []}
+    nothing = {**family, "acceptance_length": float("nan")}
     with pytest.raises(UserError, match="nan is below"):
         check_gates({"families": {"code": nothing}}, 1.0, require_lossless=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,6 +141,34 @@ def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
     with get_client(sync_client=True) as client:
         keys = {artifact.key for artifact in client.read_artifacts()}
     assert {"training-progress", "training-curves", "training-report"} <= keys
+
+
+@pytest.mark.usefixtures("prefect")
+def test_a_drafter_that_is_not_good_enough_fails_its_run_and_is_reported(
+    train_config: MakeConfig, chats: Path, tmp_path: Path
+) -> None:
+    from flows.train import train_drafter
+
+    evaluation = {
+        "prompts": {"trained on": str(chats)},
+        "prompts_per_family": 2,
+        "max_new_tokens": 8,
+        "dtype": "float32",
+        "minimum_acceptance_length": 99,
+    }
+    training = train_config().training.model_copy(update={"max_steps": 2})
+    state = train_drafter(train_config(training=training, evaluation=evaluation), return_state=True)
+    assert state.is_failed()
+    words = r"the drafter is not good enough: trained on: acceptance length \d\.\d\d is below 99\.00"
+    assert re.fullmatch(words, state.message or "")
+    output = tmp_path / "output"
+    measured = json.loads((output / "acceptance.json").read_text())
+    assert json.loads((output / "report.json").read_text())["acceptance"] == measured
+    length = measured["families"]["trained on"]["acceptance_length"]
+    page = (output / "report.md").read_text().splitlines()
+    row = next(row for row in page if row.startswith("| trained on"))
+    assert row.startswith(f"| trained on | {length:.3f} |") and row.endswith("| equal |")
+    assert load_exported(output / "drafter").config.block_size == 8
 
 
 @pytest.mark.usefixtures("prefect")
