@@ -17,6 +17,7 @@ from dflash_core.configuration import UserError
 from dflash_core.drafter import ContextCache, Drafter, DrafterConfig
 from dflash_core.export_config import (
     CONFIG_FILE,
+    LONGEST_TEXT,
     PROVENANCE_KEY,
     WEIGHTS_FILE,
     config_of,
@@ -28,7 +29,7 @@ from dflash_core.target_identity import other_form_hint
 
 
 def export_drafter(
-    drafter: Drafter, folder: Path, target: TargetSpec, *, max_position_embeddings: int = 262144
+    drafter: Drafter, folder: Path, target: TargetSpec, *, max_position_embeddings: int = LONGEST_TEXT
 ) -> Path:
     """Write `drafter` as a `DFlashDraftModel` folder in bf16 and return the folder.
 

@@ -1,7 +1,8 @@
 """Reads an exported folder by the rules of each serving engine, and compares what they would run with our
 drafter.
 
-The rules were taken from the loaders named in docs/serving.md; none of those engines is imported.
+The rules were taken from the loaders named in docs/serving.md, with their commits; none of those engines is
+imported.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import Qwen3Config
+from safetensors import SafetensorError, safe_open
 
 from dflash_core.configuration import UserError
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import tensor_problems
-from dflash_core.export_config import WEIGHTS_FILE, drafter_config_of, read_config
+from dflash_core.export_config import (
+    LONGEST_TEXT,
+    WEIGHTS_FILE,
+    config_of,
+    drafter_config_of,
+    read_config,
+)
+from dflash_core.records import TargetSpec
 
 SLIDING = "sliding_attention"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+"""vLLM reads it, where a folder has one, and no other engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,8 @@ class EngineView:
     """Tensors in the file that the engine would pass over without a word."""
     missing_tensors: tuple[str, ...] = ()
     """Parameters of the engine's model that no tensor fills: they would stay as they were allocated."""
+    refusals: tuple[str, ...] = ()
+    """What the engine cannot compute as it was trained."""
     notes: tuple[str, ...] = field(default=())
     """What whoever starts the engine must know."""
 
@@ -50,19 +61,39 @@ def check_export(folder: Path) -> list[EngineView]:
     """Read `folder` as vLLM, SGLang and z-lab's loader do. Raises UserError naming each disagreement."""
     raw = read_config(folder)
     config = drafter_config_of(raw, folder)
+    views = _views(raw, _tensor_shapes(folder / WEIGHTS_FILE))
     with torch.device("meta"):
         drafter = Drafter(config)
     problems = [f"strict loader: {problem}" for problem in tensor_problems(drafter, folder / WEIGHTS_FILE)]
-    # Engines see the file through transformers' class, which fills in defaults and drops what it thinks
-    # unused.
-    parsed = Qwen3Config.from_pretrained(folder)
-    tensors = _tensor_shapes(folder / WEIGHTS_FILE)
-    views = [read(parsed, tensors) for read in (vllm_view, sglang_view, zlab_view)]
-    for view in views:
-        problems += [f"{view.engine}: {problem}" for problem in _disagreements(view, config)]
+    if (folder / MASK_EMBEDDING_FILE).exists():
+        problems.append(f"vLLM: takes the mask token's embedding from {MASK_EMBEDDING_FILE}")
+    problems += _all_disagreements(views, config)
     if problems:
         raise UserError(f"{folder} would not be served as it was trained: {'; '.join(problems)}")
     return views
+
+
+def check_drafter(config: DrafterConfig, target: TargetSpec) -> None:
+    """Say before a training what `check_export` would say of its export. Raises UserError."""
+    with torch.device("meta"):
+        tensors = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    views = _views(config_of(config, target, LONGEST_TEXT), tensors)
+    if problems := _all_disagreements(views, config):
+        raise UserError(f"this drafter would not be served as it is trained: {'; '.join(problems)}")
+
+
+def _views(raw: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> list[EngineView]:
+    """Read config.json's content as engines see it: through transformers' class, which fills in defaults and
+    drops what it thinks unused.
+    """
+    from transformers import Qwen3Config
+
+    parsed = Qwen3Config.from_dict(dict(raw))
+    return [read(parsed, tensors) for read in (vllm_view, sglang_view, zlab_view)]
+
+
+def _all_disagreements(views: list[EngineView], config: DrafterConfig) -> list[str]:
+    return [f"{view.engine}: {problem}" for view in views for problem in _disagreements(view, config)]
 
 
 def vllm_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView:
@@ -91,7 +122,7 @@ def vllm_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView
     if not all(causal for _, causal in layers):
         notes.append("needs an attention backend with non-causal support, e.g. FLASH_ATTN or FLEX_ATTENTION")
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
-    return _view("vLLM", config, tensors, [key - 1 for key in keys], mask, layers, notes)
+    return _view("vLLM", config, tensors, [key - 1 for key in keys], mask, layers, notes, [])
 
 
 def sglang_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView:
@@ -104,7 +135,10 @@ def sglang_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineVi
     layers = [(config.sliding_window, True) if kind == SLIDING else (None, False) for kind in types]
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
     notes = ["--speculative-num-draft-tokens must equal block_size, or be left out"]
-    return _view("SGLang", config, tensors, ids, mask, layers, notes)
+    refusals = []
+    if _taps_the_last_layer(config, ids):
+        refusals.append("captures what enters a layer, so never the output of the target's last layer")
+    return _view("SGLang", config, tensors, ids, mask, layers, notes, refusals)
 
 
 def zlab_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView:
@@ -123,7 +157,16 @@ def zlab_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView
         for kind in types
     ]
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
-    return _view("z-lab", config, tensors, ids, mask, layers, [])
+    refusals = []
+    if _taps_the_last_layer(config, ids):
+        refusals.append("reads the output of the target's last layer after the final norm")
+    return _view("z-lab", config, tensors, ids, mask, layers, [], refusals)
+
+
+def _taps_the_last_layer(config: Any, ids: Any) -> bool:
+    dflash = getattr(config, "dflash_config", None) or {}
+    layers = dflash.get("num_target_layers", getattr(config, "num_target_layers", None))
+    return layers is not None and int(layers) - 1 in ids
 
 
 def _view(
@@ -134,6 +177,7 @@ def _view(
     mask: int | None,
     layers: list[tuple[int | None, bool]],
     notes: list[str],
+    refusals: list[str],
 ) -> EngineView:
     dflash = getattr(config, "dflash_config", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -151,6 +195,7 @@ def _view(
         ignored_tensors=tuple(sorted(name for name in tensors if name not in wanted)),
         missing_tensors=tuple(sorted(name for name, shape in wanted.items() if tensors.get(name) != shape)),
         notes=tuple(notes),
+        refusals=tuple(refusals),
     )
 
 
@@ -169,6 +214,7 @@ def _disagreements(view: EngineView, config: DrafterConfig) -> list[str]:
     problems = [
         f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours
     ]
+    problems += view.refusals
     if view.ignored_tensors:
         problems.append(f"passes over {', '.join(view.ignored_tensors)}")
     if view.missing_tensors:
@@ -207,8 +253,11 @@ def _wanted_shapes(config: Any, head_dim: int, taps: int) -> dict[str, tuple[int
 
 
 def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from error
 
 
 def _default_ids(target_layers: int, draft_layers: int) -> list[int]:

@@ -15,6 +15,8 @@ from dflash_core.records import TAP_CONVENTION, TargetSpec
 
 ARCHITECTURE = "DFlashDraftModel"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+LONGEST_TEXT = 262144
+"""Tokens up to which engines draft, where nobody says otherwise."""
 PROVENANCE_KEY = "dflash_pipeline"
 """Our own entry in config.json: the tap convention in words and the target. Engines ignore it."""
 
@@ -115,6 +117,7 @@ def _foreign_settings(raw: Mapping[str, Any]) -> list[str]:
     """Settings of config.json that change the arithmetic and that our drafter does not have."""
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for_vllm = {**raw, **(raw.get("eagle_config") or {}), **dflash}  # of a name found twice it takes the last
     plain = {
         "model_type": (raw.get("model_type"), "qwen3"),
         "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
@@ -125,6 +128,7 @@ def _foreign_settings(raw: Mapping[str, Any]) -> list[str]:
             1.0,
         ),
         "is_neox_style": (raw.get("is_neox_style", True), True),
+        "rope_is_neox_style": (raw.get("rope_is_neox_style", True), True),
         # Causality follows the layer types (causal in sliding layers); these would override it in an engine.
         "is_causal": (raw.get("is_causal"), None),
         "dflash_config.causal": (dflash.get("causal"), None),
@@ -134,10 +138,19 @@ def _foreign_settings(raw: Mapping[str, Any]) -> list[str]:
             raw.get("target_hidden_size") or raw.get("hidden_size"),
             raw.get("hidden_size"),
         ),
+        "quantization_config": (raw.get("quantization_config") or None, None),
+        "logit_scale": (raw.get("logit_scale", 1.0), 1.0),
+        "use_aux_hidden_state": (bool(for_vllm.get("use_aux_hidden_state", True)), True),
+        "attention_sink_bias": (
+            bool(dflash.get("attention_sink_bias", raw.get("add_swa_attention_sink_bias"))),
+            False,
+        ),
+        "dflash_config.attention_value_scale": (dflash.get("attention_value_scale") or 1.0, 1.0),
         "dflash_config.output_multiplier": (dflash.get("output_multiplier", 1.0), 1.0),
         "dflash_config.final_logit_softcapping": (dflash.get("final_logit_softcapping") or 0, 0),
         "dflash_config.conv_kernel_size": (dflash.get("conv_kernel_size") or 0, 0),
-        "dflash_config.projector_type": (dflash.get("projector_type"), None),
+        "dflash_config.selector_rank": (dflash.get("selector_rank") or 0, 0),
+        "projector_type": (dflash.get("projector_type", raw.get("projector_type")), None),
         "dflash_config.sample_from_anchor": (bool(dflash.get("sample_from_anchor")), False),
     }
     return [f"{name} is {got!r} and must be {want!r}" for name, (got, want) in plain.items() if got != want]

@@ -58,7 +58,8 @@ class TargetConfig(Config):
     revision: str | None = None
     """Hub revision; a data set remembers the commit it resolved to."""
     tap_layer_ids: tuple[int, ...] | None = None
-    """Layers to tap, ascending, counted from 0 (output of decoder layer i); None: `default_tap_ids`."""
+    """Layers to tap, ascending, counted from 0 (output of decoder layer i); None: `default_tap_ids`. Leave
+    out the last one: a drafter that reads it cannot be served by all engines, so none is trained."""
     num_taps: int = Field(default=5, ge=1)
     """How many taps the default rule gives."""
     last_hidden: Literal["no", "before_final_norm", "after_final_norm"] = "no"

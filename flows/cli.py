@@ -219,6 +219,19 @@ def evaluate(config: ConfigFile) -> None:
     check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
 
 
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="Exported drafter, ours or another trainer's.")],
+) -> None:
+    """Say whether vLLM, SGLang and z-lab's loader would run an exported drafter as it was trained."""
+    from dflash_core.export_check import check_export
+
+    for view in check_export(folder):
+        typer.echo(f"{view.engine}: as it was trained")
+        for note in view.notes:
+            typer.echo(f"  {note}")
+
+
 def parse_numbers(text: str) -> list[int]:
     """Read "3,17" as numbers. Raises UserError."""
     try:

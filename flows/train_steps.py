@@ -21,6 +21,7 @@ from dflash_core.chat import ChatConfig
 from dflash_core.compile_graphs import training_graphs
 from dflash_core.configuration import UserError
 from dflash_core.drafter import DrafterConfig
+from dflash_core.export_check import check_drafter
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import other_form_hint, target_spec
 from dflash_core.target_weights import find_embedding_and_head
@@ -55,7 +56,7 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
     """Open the sealed data set and derive the drafter from it.
 
     Raises UserError when the data set is not complete, was captured from another target than the one that is
-    to lend its embedding and head, or does not fit the drafter.
+    to lend its embedding and head, does not fit the drafter, or makes one that a serving engine cannot run.
     """
     for family, source in (config.evaluation.prompts if config.evaluation else {}).items():
         if next(iter(read_chats(source)), None) is None:
@@ -70,7 +71,9 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
             + "; ".join(wrong)
             + other_form_hint(spec.target, here)
         )
-    return dataset, config.drafter.for_target(spec.target, spec.capture)
+    drafter = config.drafter.for_target(spec.target, spec.capture)
+    check_drafter(drafter, spec.target)
+    return dataset, drafter
 
 
 def _other_target(captured: TargetSpec, here: TargetSpec) -> list[str]:

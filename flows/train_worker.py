@@ -25,6 +25,7 @@ from dflash_core.configuration import Config, UserError
 from dflash_core.distributed import World, join_world, leave_world, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import export_drafter, load_exported
+from dflash_core.export_check import check_export
 from dflash_core.fast_path import (
     SIGNS,
     WARM_STEPS,
@@ -437,6 +438,8 @@ def export(
 ) -> None:
     """Write the drafter for serving engines: the best one by validation, the last one without a
     validation.
+
+    Raises UserError, with the folder written, when an engine would run it otherwise than it was trained.
     """
     best, step = checkpoints.best(), trainer.optimizer_step
     if best is not None and best.optimizer_step != step:
@@ -448,6 +451,7 @@ def export(
             best = None
     with trainer.averaged_weights() as drafter:
         export_drafter(drafter, Path(job.export), dataset.spec.target)
+    check_export(Path(job.export))
     out.event("exported", step=step, folder=job.export, acceptance_length=best.score if best else None)
 
 

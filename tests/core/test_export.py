@@ -95,6 +95,17 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}, "layers.3.*missing"),
         ({"dflash_pipeline": {"tap_convention": "layer id i is the input of layer i"}}, "convention"),
         ({"sliding_window": None}, "sliding_window"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias is True and must be False"),
+        ({"add_swa_attention_sink_bias": True}, "attention_sink_bias is True"),
+        ({"dflash_config": {"attention_value_scale": 0.5}}, r"attention_value_scale is 0\.5"),
+        ({"dflash_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"use_aux_hidden_state": False}, "use_aux_hidden_state is False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"logit_scale": 0.25}, "logit_scale"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"projector_type": "domino"}, "projector_type"),
+        ({"dflash_config": {"selector_rank": 8, "selector_top_k": 4}}, "selector_rank"),
     ],
 )
 def test_another_arithmetic_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -102,6 +113,13 @@ def test_another_arithmetic_is_refused(tmp_path: Path, changes: dict[str, Any], 
     change_config(folder, **changes)
     with pytest.raises(UserError, match=message):
         load_exported(folder)
+
+
+def test_settings_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    folder = export_drafter(tiny_drafter(), tmp_path / "d", SPEC)
+    nothing = {"attention_sink_bias": False, "attention_value_scale": None, "use_aux_hidden_state": True}
+    change_config(folder, dflash_config=nothing, use_aux_hidden_state=False, quantization_config=None)
+    assert torch.equal(states(load_exported(folder)), states(tiny_drafter().to(torch.bfloat16)))
 
 
 def spoil_missing(tensors: dict[str, torch.Tensor]) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from dflash_core.configuration import UserError
+from dflash_core.drafter import Drafter
 from dflash_core.export import export_drafter
-from dflash_core.export_check import check_export
+from dflash_core.export_check import check_drafter, check_export
+from flows.cli import app
 from tests.core.test_export import change_config
-from tests.core.tiny_drafter import SPEC, tiny_drafter
+from tests.core.tiny_drafter import SPEC, tiny_config, tiny_drafter
 
 
 def test_all_engines_see_the_drafter_as_it_was_trained(tmp_path: Path) -> None:
@@ -43,6 +46,10 @@ def test_full_layers_need_no_other_runner(tmp_path: Path) -> None:
         ({"use_sliding_window": False}, "vLLM: .*layers.*SGLang: .*layers.*z-lab: .*layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"vLLM: tapped layers \(0, 3\) instead of \(1, 4\)"),
         ({"dflash_config": {"swa_window_size": 12}}, r"vLLM: .*\(12, True\)"),
+        ({"dflash_config": {"target_layer_ids": [1, 7]}}, "SGLang: .* last layer; z-lab: .* final norm$"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias is True"),
+        ({"dflash_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_silent_misreadings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -50,6 +57,47 @@ def test_silent_misreadings_are_named(tmp_path: Path, changes: dict[str, Any], m
     change_config(folder, **changes)
     with pytest.raises(UserError, match=message):
         check_export(folder)
+
+
+def test_another_embedding_of_the_mask_token_is_named(tmp_path: Path) -> None:
+    folder = export_drafter(tiny_drafter(), tmp_path / "d", SPEC)
+    torch.save(torch.zeros(32), folder / "mask_embedding.pt")
+    with pytest.raises(UserError, match=r"vLLM: takes the mask token's embedding from mask_embedding\.pt$"):
+        check_export(folder)
+
+
+def test_a_drafter_is_checked_before_it_is_trained(tmp_path: Path) -> None:
+    check_drafter(tiny_config(), SPEC)
+    last = tiny_config(tap_layer_ids=(1, 7))
+    with pytest.raises(UserError) as before:
+        check_drafter(last, SPEC)
+    with pytest.raises(UserError) as after:
+        check_export(export_drafter(Drafter(last), tmp_path / "d", SPEC))
+    assert str(before.value).split(": ", 1)[1] == str(after.value).split(": ", 1)[1]
+
+
+def test_a_torn_file_is_refused(tmp_path: Path) -> None:
+    folder = export_drafter(tiny_drafter(), tmp_path / "d", SPEC)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        check_export(folder)
+
+
+def test_the_command_says_what_it_found(tmp_path: Path) -> None:
+    folder = export_drafter(tiny_drafter(), tmp_path / "d", SPEC)
+    sound = CliRunner().invoke(app, ["check", str(folder)])
+    assert sound.exit_code == 0, sound.output
+    lines = sound.stdout.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        f"{engine}: as it was trained" for engine in ("vLLM", "SGLang", "z-lab")
+    ]
+    assert any("num_speculative_tokens must be block_size - 1" in line for line in lines)
+    change_config(folder, use_sliding_window=False)
+    wrong = CliRunner().invoke(app, ["check", str(folder)])
+    assert wrong.exit_code == 2 and not wrong.stdout
+    assert wrong.stderr.startswith(f"error: {folder} would not be served as it was trained: vLLM: ")
+    nothing = CliRunner().invoke(app, ["check", str(tmp_path / "nowhere")])
+    assert nothing.exit_code == 2 and "is no exported drafter" in nothing.stderr
 
 
 def test_a_tensor_that_engines_pass_over_is_named(tmp_path: Path) -> None:

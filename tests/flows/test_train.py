@@ -27,8 +27,9 @@ from flows.train_steps import TrainingLog, open_training_data, output_folder, re
 from storage.dataset import Dataset
 from storage.objects import open_store
 from tests.flows.conftest import errors_logged
+from tests.flows.plain_extraction import run_extraction
 from tests.storage.faulty_proxy import Rule, faulty_proxy
-from tests.tiny import write_tiny_target
+from tests.tiny import NUM_LAYERS, write_tiny_target
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -43,6 +44,19 @@ def test_the_drafter_follows_from_data_set_and_shape(train_config: MakeConfig, s
     assert fewer.tap_layer_ids == drafter.tap_layer_ids[:2]
     with pytest.raises(UserError, match=r"names layers \[0\], which the data set does not hold"):
         open_training_data(train_config(drafter={**shape, "tap_layer_ids": (0, drafter.tap_layer_ids[0])}))
+
+
+def test_a_drafter_that_engines_cannot_run_is_refused_before_training(
+    train_config: MakeConfig, extract_config: Callable[..., ExtractConfig]
+) -> None:
+    config = extract_config()
+    taps = config.target.model_copy(update={"tap_layer_ids": (1, NUM_LAYERS - 1)})
+    dataset, outcome = run_extraction(config.model_copy(update={"target": taps}))
+    assert not outcome.failed
+    with pytest.raises(UserError, match=r"^this drafter would not be served .*SGLang: .*last layer"):
+        open_training_data(train_config(dataset=dataset.uri))
+    shape = train_config().drafter.model_dump()
+    open_training_data(train_config(dataset=dataset.uri, drafter={**shape, "tap_layer_ids": (1,)}))
 
 
 def test_what_does_not_belong_together_is_refused(

@@ -84,7 +84,7 @@ def make_job(dataset: Dataset, target: str, folder: Path, **training: Any) -> Tr
             "dataset": dataset.uri,
             "target": target,
             "output": str(folder),
-            "drafter": shape | {"head_dim": 8},
+            "drafter": shape | {"head_dim": 8, "tap_layer_ids": (1, 3)},
             "training": values | training,
             "cpu_ranks": 1,
         }
@@ -224,6 +224,17 @@ def test_a_last_step_that_was_not_validated_is(
     assert best is not None and best.optimizer_step == 12
 
 
+def test_a_drafter_that_engines_would_misread_fails_its_run(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, max_steps=1, validation_fraction=0.0)
+    last = job.drafter.model_copy(update={"tap_layer_ids": (1, 5)})
+    words = r"not be served as it was trained: SGLang: captures .* last layer; z-lab: reads .* final norm$"
+    with pytest.raises(UserError, match=words):
+        run_here(job.model_copy(update={"drafter": last}))
+    assert load_exported(Path(job.export)).config.tap_layer_ids == (1, 5)
+
+
 def test_validation_rows_are_bounded_and_as_many_on_each_rank(dataset: Dataset, target: str) -> None:
     job = make_job(dataset, target, Path("nowhere"), validation_fraction=0.9, validation_rows=4)
     shares = []
@@ -346,7 +357,7 @@ def test_rows_hold_the_states_of_their_samples(dataset: Dataset, target: str) ->
         for name in row.batch.sample_ids:
             sample = samples[name]
             states = made_states(sample, dataset.columns)
-            expected = torch.cat([states[c] for c in dataset.columns], dim=1)
+            expected = torch.cat([states["layer_001"], states["layer_003"]], dim=1)
             assert torch.equal(row.taps_CE[at : at + sample.num_tokens], expected)
             at += sample.num_tokens
         assert row.batch.num_tokens == at and not row.taps_CE[at:].any()
