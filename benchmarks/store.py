@@ -16,10 +16,10 @@ store: `--fetch-threads`, where that is given).
 
 Everything is written, and the machine comes to rest, before anything is read. Reading goes in `--epochs`
 rounds, so that a machine that slows down, or a server with work of its own, meets all layouts. In a round
-each layout has its turn, in a process of its own that lives on. "read_cached", and "read" from S3: three
-epochs that do not count, until reading is as far ahead as in a long run, and the mean of two that do.
-"read" of a local folder: one epoch with nothing read ahead and nothing of it in the page cache. Between
-its turns nothing of a layout is open that could read ahead beside the others, or before its clock starts.
+each layout has its turn, in a process of its own that lives on: three epochs that do not count, until reading
+is as far ahead as in a long run, and the mean of two that do. Between its turns nothing of a layout is open
+that could read ahead beside the others, or before its clock starts. "read" of a local folder comes from the
+disk: what the page cache holds of it is dropped before every row. "read_cached" comes from the page cache.
 
 Reported for each: write and read tokens_s, cpu_s (of its process, without the server), bytes_per_token, and
 rss_MB: how much the peak of resident memory grew; medians over the rounds, which stand beside them (of rss_MB
@@ -61,7 +61,7 @@ from store_layouts import (
     Figures,
     Layout,
     States,
-    read_again,
+    read_cached,
     read_from_disk,
     read_states,
     write,
@@ -188,7 +188,9 @@ def measure(store: str, layouts: Sequence[Layout], rounds: int) -> dict[str, Fig
             results[layout.name] = {"write": call(write, layout)}
         results[layout.name]["bytes_per_token"] = results[layout.name]["write"].pop("bytes_per_token")
     rest()
-    phases = {"read": read_from_disk, "read_cached": read_again} if store == "local" else {"read": read_again}
+    phases = {"read": read_cached}
+    if store == "local":
+        phases = {"read": read_from_disk, "read_cached": read_cached}
     with ExitStack() as stack:
         turns = deque((layout, stack.enter_context(process_for(layout))) for layout in layouts)
         for phase, read in phases.items():

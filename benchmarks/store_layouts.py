@@ -6,7 +6,7 @@ import io
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache
@@ -275,29 +275,24 @@ def source_of(layout: Layout) -> Files | Shards:
 
 
 def read_from_disk(layout: Layout) -> Figures:
-    """Read one epoch, starting with nothing ahead and nothing in the page cache; code is loaded already."""
-    source, result = source_of(layout), Figures()
-    with source.open(1) as filled:
-        read_epochs(1, source, filled)
-    forget_pages(Path(layout.uri))
-    with clock(layout, result), source.open(1) as filled:
-        read_epochs(1, source, filled)
-    return result | without_zstd(layout, source, result)
+    """Read epochs in the middle of a run whose data no page cache holds."""
+    return read_cached(layout, lambda: forget_pages(Path(layout.uri)))
 
 
-def read_again(layout: Layout) -> Figures:
+def read_cached(layout: Layout, before_row: Callable[[], None] = lambda: None) -> Figures:
     """Read epochs in the middle of a run: reading is as far ahead when the clock starts as when it stops."""
     source, result = source_of(layout), Figures()
+
+    def read_epochs(number: int) -> None:
+        for _ in range(number * len(source.rows)):
+            before_row()
+            touch(next(filled))
+
     with source.open(LEAD_IN + COUNTED + 1) as filled:
-        read_epochs(LEAD_IN, source, filled)
+        read_epochs(LEAD_IN)
         with clock(layout, result, COUNTED):
-            read_epochs(COUNTED, source, filled)
+            read_epochs(COUNTED)
     return result | without_zstd(layout, source, result)
-
-
-def read_epochs(number: int, source: Files | Shards, filled: Iterator[Tensor]) -> None:
-    for _ in range(number * len(source.rows)):
-        touch(next(filled))
 
 
 def without_zstd(layout: Layout, source: Files | Shards, result: Figures) -> Figures:
