@@ -14,7 +14,7 @@ from typing import Any
 from dflash_core.chat import ChatEncoder
 from dflash_core.configuration import UserError
 from dflash_core.messages import ChatError
-from dflash_core.records import Sample, TargetSpec
+from dflash_core.records import CaptureSpec, Sample, TargetSpec
 from dflash_core.target import describe_target, load_tokenizer, mask_token_id
 from flows.config import ExtractConfig
 from storage.chats import UnreadableRecord, input_fingerprint, read_chats
@@ -132,6 +132,7 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
     sources = (config.responses.output,) if config.responses else config.chats
     target, capture = describe_target(config.target)
     _warn_without_mask_token(config, target)
+    _warn_of_the_last_layer(target, capture)
     spec = DatasetSpec(
         target=target,
         capture=capture,
@@ -168,6 +169,18 @@ def plan_dataset(config: ExtractConfig) -> Dataset:
         *(dataset.uri, plan.samples, plan.tokens, plan.supervised, len(plan.shards)),
     )
     return dataset
+
+
+def _warn_of_the_last_layer(target: TargetSpec, capture: CaptureSpec) -> None:
+    """Drafters need not read all that is stored, so this is allowed; who learns of it at training is late."""
+    last = target.num_layers - 1
+    if last in capture.tap_layer_ids:
+        log.warning(
+            "layer %d is the target's last: its output is stored, but no drafter is trained to read it, "
+            "because not all serving engines could run it; leave it out of target.tap_layer_ids, or name the "
+            "others in drafter.tap_layer_ids later",
+            last,
+        )
 
 
 def _warn_without_mask_token(config: ExtractConfig, target: TargetSpec) -> None:

@@ -42,3 +42,18 @@ def test_many_alike_end_the_run_before_all_is_read(
     a, b = numbered(tmp_path / "a.jsonl", "apples", 990), numbered(tmp_path / "b.jsonl", "pears", 990)
     with pytest.raises(UserError, match="11 of 1001 chats cannot be used"):
         plan_dataset(extract_config(chats=[a, b]))
+
+
+@pytest.mark.parametrize("below_the_last", [0, 1])
+def test_a_tap_that_no_drafter_may_read_is_told_before_it_is_stored(
+    extract_config: Callable[..., ExtractConfig],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    below_the_last: int,
+) -> None:
+    config = extract_config(chats=[numbered(tmp_path / "a.jsonl", "apples", 6)])
+    highest = plan_dataset(config).spec.target.num_layers - 1 - below_the_last
+    caplog.clear()
+    target = config.target.model_copy(update={"tap_layer_ids": (0, highest)})
+    plan_dataset(config.model_copy(update={"target": target}))
+    assert (f"layer {highest} is the target's last" in caplog.text) == (below_the_last == 0)
