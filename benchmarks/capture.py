@@ -348,7 +348,8 @@ def encode(bench: Bench) -> None:
     """Capture, the codec's arithmetic and the copy to the host; nothing is entropy coded or written."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from storage.codec import Calibration, parse_codec
+    from storage.calibration import Calibration
+    from storage.codec import parse_codec
     from storage.host_copies import HostCopies
 
     budget = bench.arguments.budgets[0]
@@ -434,7 +435,7 @@ def write(bench: Bench) -> None:
     Steady: from the end of the first shard to that of the last, so that neither the start of a run nor the
     last shard's closing, beside which nothing is captured, counts.
     """
-    from storage.codec import Calibration
+    from storage.calibration import Calibration
     from storage.dataset import DatasetSpec, create_dataset
     from storage.objects import open_store
 

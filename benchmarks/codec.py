@@ -29,7 +29,9 @@ from safetensors.torch import load_file, save_file
 from synthetic import synthetic_states
 from torch import Tensor
 
-from storage.codec import Calibration, Codec, ErrorSums, Kind, Layout, Symbols, parse_codec
+from storage.calibration import Calibration
+from storage.codec import Codec, Kind, Layout, parse_codec
+from storage.symbols import ErrorSums, Symbols
 
 NAMES = ["lossless", "fp8"] + [f"tolerance={e}" for e in (0.01, 0.026, 0.05, 0.1, 0.2, 0.3, 0.5)]
 Cells = list[dict[str, Tensor]]

@@ -24,7 +24,8 @@ from dflash_core.messages import ChatError
 from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec
 from dflash_core.respond import Responder, split_reasoning
 from dflash_core.target import Target
-from storage.codec import Calibration, parse_codec
+from storage.calibration import Calibration
+from storage.codec import parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset, open_dataset, total_error
 from storage.dataset_spec import dataset_folder
 from storage.objects import open_store

@@ -43,8 +43,9 @@ from torch import Tensor
 
 from dflash_core.packing import pack_tokens
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from storage.calibration import Calibration
 from storage.cell import Cell
-from storage.codec import Calibration, parse_codec
+from storage.codec import parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset
 from storage.objects import open_store
 from storage.pieces import Piece, RowEnd, Staging, pieces_of

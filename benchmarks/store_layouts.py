@@ -24,8 +24,9 @@ from torch import Tensor
 
 from dflash_core.packing import plan_epoch
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from storage.calibration import Calibration
 from storage.cell import open_cell
-from storage.codec import Calibration, parse_codec
+from storage.codec import parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset, open_dataset
 from storage.objects import Store, open_store
 from storage.reader import ReaderConfig, RowReader

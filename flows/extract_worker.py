@@ -31,7 +31,8 @@ from dflash_core.target import (
     load_target,
 )
 from flows.channel import Channel, Job, Result, RunJob, Unusable, serve
-from storage.codec import Calibration, parse_codec
+from storage.calibration import Calibration
+from storage.codec import parse_codec
 from storage.dataset import Dataset, ShardAlreadyCommitted, open_dataset
 from storage.object_store import StoreConfig
 from storage.shard_format import ShardRecord

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -34,6 +34,7 @@ from storage.cell import (
     open_cell,
     pack_cell,
 )
+from storage.symbols import Symbols
 
 log = logging.getLogger(__name__)
 
@@ -43,120 +44,6 @@ NIBBLES_FROM = 0.16
 """From this tolerance on nearly all symbols fit in four bits, and two are coded together."""
 DEAD_ZONE = 0.25
 """Widening of the interval that becomes 0, in steps per unit of tolerance, where symbols are nibbles."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorSums:
-    """What encoding did to the values of one or more cells; add them up before asking for a ratio."""
-
-    squared_error: float = 0.0
-    squared_value: float = 0.0
-    scaled_squared_error: float = 0.0
-    scaled_values: float = 0.0
-
-    def __add__(self, other: ErrorSums) -> ErrorSums:
-        return ErrorSums(
-            squared_error=self.squared_error + other.squared_error,
-            squared_value=self.squared_value + other.squared_value,
-            scaled_squared_error=self.scaled_squared_error + other.scaled_squared_error,
-            scaled_values=self.scaled_values + other.scaled_values,
-        )
-
-    @property
-    def energy_error(self) -> float:
-        """sqrt(sum of squared errors / sum of squared values): the loudest channels dominate it."""
-        return math.sqrt(self.squared_error / self.squared_value) if self.squared_value else 0.0
-
-    @property
-    def relative_error(self) -> float:
-        """RMS of the error in units of each channel's scale: what `tolerance` names.
-
-        Falls back to `energy_error` where no scales were at hand.
-        """
-        if not self.scaled_values:
-            return self.energy_error
-        return math.sqrt(self.scaled_squared_error / self.scaled_values)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Symbols:
-    """An encoded cell before entropy coding, on any device."""
-
-    header: CellHeader
-    payload: Tensor
-    """uint8 [header.payload_bytes]."""
-    sums: Tensor | None = None
-    """float64 [4], fields of `ErrorSums`, same device as the payload; None after `Codec.from_bytes`."""
-    outlier_count: Tensor | None = None
-    """int32 [1], how many outliers there are, where the device was not waited for: the header names the room
-    for them, and they stand in it in any order. The cell can only be coded once it is `settled`."""
-
-    @property
-    def error(self) -> ErrorSums:
-        """Read the sums (waits for the device)."""
-        if self.sums is None:
-            return ErrorSums()
-        a, b, c, d = self.sums.tolist()
-        return ErrorSums(squared_error=a, squared_value=b, scaled_squared_error=c, scaled_values=d)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Symbols:
-        """Copy to another device. `non_blocking` needs pinned memory on the host side to have an effect."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def map(self, copy: Callable[[Tensor], Tensor]) -> Symbols:
-        """Copy in a way of one's own."""
-        return Symbols(
-            header=self.header,
-            payload=copy(self.payload),
-            sums=None if self.sums is None else copy(self.sums),
-            outlier_count=None if self.outlier_count is None else copy(self.outlier_count),
-        )
-
-    def settled(self) -> Symbols | None:
-        """Sort the outliers, and cut the room for them to those that there are, in place; None when there are
-        more than room. Waits for the device where the symbols lie on one.
-        """
-        if self.outlier_count is None:
-            return self
-        count = int(self.outlier_count)
-        if count > self.header.outliers:
-            return None
-        position_N, order_N = self.array("position")[:count].sort()
-        values = self.array("outlier")[:count][order_N]
-        header = replace(self.header, outliers=count)
-        whole = Symbols(header=header, payload=self.payload[: header.payload_bytes], sums=self.sums)
-        whole.array("position").copy_(position_N)
-        whole.array("outlier").copy_(values)
-        return whole
-
-    def array(self, name: str) -> Tensor:
-        """One array of the payload as docs/codec.md describes it; a view."""
-        return self._array(name, *self.header.offsets[name])
-
-    def _array(self, name: str, start: int, size: int) -> Tensor:
-        flat = self.payload[start : start + size].view(_DTYPES.get(name, torch.uint8))
-        per_value = name not in ("base", "token_scale", "position", "outlier")
-        return flat.view(self.header.tokens, -1) if per_value and size else flat
-
-    def arrays(self, tokens: slice) -> dict[str, Tensor]:
-        """What `Codec.decode_arrays` needs to decode these tokens; views."""
-        arrays = {
-            name: self._array(name, *place)
-            for name, place in self.header.offsets.items()
-            if name not in ("position", "outlier")
-        }
-        return {name: array if name == "base" else array[tokens] for name, array in arrays.items()}
-
-
-_DTYPES = {
-    "token_scale": torch.float32,
-    "value": torch.float8_e4m3fn,
-    "symbol": torch.int8,
-    "high": torch.int8,
-    "position": torch.int32,
-    "outlier": torch.bfloat16,
-}
-"""Arrays that are not uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +109,7 @@ class Codec:
                 if not finite and self.kind == Kind.TOLERANCE:
                     decoded_TD = torch.where(outside_TD, block_TD, decoded_TD)
             sums += quantise.error_sums(block_TD, decoded_TD, scale_D, finite=finite)
-        return _with_outliers(symbols, outliers, sums)
+        return symbols.with_outliers(outliers, sums)
 
     def _encode_at_once(self, states_TD: Tensor, scale_D: Tensor, outlier_room: int) -> Symbols:
         if not states_TD.is_cuda:
@@ -446,20 +333,6 @@ def channel_steps(scale_D: Tensor | None, width: int, step: float) -> Tensor:
     return scale_D * step
 
 
-def _with_outliers(symbols: Symbols, outliers: list[tuple[Tensor, Tensor]], sums: Tensor) -> Symbols:
-    """Put the outliers of all blocks behind the symbols."""
-    count = sum(len(position_N) for position_N, _ in outliers)
-    if not count:
-        return replace(symbols, sums=sums)
-    header = replace(symbols.header, outliers=count)
-    payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=symbols.payload.device)
-    payload[: len(symbols.payload)] = symbols.payload
-    whole = Symbols(header=header, payload=payload, sums=sums)
-    whole.array("position").copy_(torch.cat([position_N for position_N, _ in outliers]))
-    whole.array("outlier").copy_(torch.cat([outlier_N for _, outlier_N in outliers]))
-    return whole
-
-
 def parse_codec(name: str) -> Codec:
     """Make the codec called "lossless", "fp8" or "tolerance=<relative error>" (0.005 to 0.7).
 
@@ -477,21 +350,3 @@ def parse_codec(name: str) -> Codec:
             f"codec {name!r} does not exist: use lossless, fp8, or tolerance=E with E from 0.005 to 0.7"
         )
     return Codec(name, Kind.TOLERANCE, tolerance)
-
-
-class Calibration:
-    """One pass over a data set's calibration tokens: batches, order and device do not change its result."""
-
-    def __init__(self) -> None:
-        self._histograms: dict[str, quantise.ChannelHistogram] = {}
-
-    def add(self, states: Mapping[str, Tensor]) -> None:
-        """Count bf16 states [T, D] of each column."""
-        for column, states_TD in states.items():
-            if column not in self._histograms:
-                self._histograms[column] = quantise.ChannelHistogram(states_TD.shape[1], states_TD.device)
-            self._histograms[column].add(states_TD)
-
-    def scales(self) -> dict[str, Tensor]:
-        """Column -> float32 [D] on the host: robust RMS of each channel."""
-        return {column: histogram.scale() for column, histogram in self._histograms.items()}

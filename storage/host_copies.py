@@ -14,7 +14,8 @@ from functools import cache
 
 import torch
 
-from storage.codec import Codec, Symbols
+from storage.codec import Codec
+from storage.symbols import Symbols
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from storage.codec import ErrorSums
 from storage.dataset_spec import Manifest, Plan, SealedShard
 from storage.shard_format import ShardRecord
+from storage.symbols import ErrorSums
 
 
 class Totals:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from storage.cell import Cell, CellHeader
-from storage.codec import Codec, Symbols, channel_steps
+from storage.codec import Codec, channel_steps
 from storage.pieces import Piece, Staging
+from storage.symbols import Symbols
 
 DEVICE_BLOCK = 1 << 25
 """Values that a GPU decodes at a time: bounds what the arithmetic holds in between."""

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from dflash_core.configuration import Config, UserError
 from dflash_core.records import CapturedSample
-from storage.codec import ErrorSums, parse_codec
+from storage.codec import parse_codec
 from storage.dataset import Dataset, DatasetError, ShardAlreadyCommitted
 from storage.dataset_spec import shard_key, software_versions
 from storage.host_copies import HostCopies, HostCopy
@@ -35,6 +35,7 @@ from storage.shard_format import (
     ShardRecord,
     record_row_group,
 )
+from storage.symbols import ErrorSums
 
 _VERIFY_BYTES = 16 << 20
 

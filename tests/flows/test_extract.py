@@ -35,7 +35,7 @@ from flows.extract_steps import (
 )
 from flows.extract_worker import ShardCapturer, device_errors
 from flows.launch import WorkerDied, python_module
-from storage.codec import Calibration
+from storage.calibration import Calibration
 from storage.dataset import Dataset, DatasetError, open_dataset
 from storage.writer import ShardWriter
 from tests.flows.conftest import errors_logged

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dflash_core.packing import plan_epoch
-from storage.codec import Calibration, parse_codec
+from storage.calibration import Calibration
+from storage.codec import parse_codec
 from storage.dataset import Dataset
 from storage.reader import ReaderConfig, RowReader
 from tests.storage.made import made_dataset, made_samples, made_spec, write_missing

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
-from storage.codec import Calibration, parse_codec
+from storage.calibration import Calibration
+from storage.codec import parse_codec
 from storage.dataset import Dataset, DatasetSpec, create_dataset
 from storage.objects import Store, open_store
 from storage.writer import ShardWriter, WriterConfig

@@ -15,8 +15,10 @@ import torch
 import zstandard
 
 from dflash_core.configuration import UserError
+from storage.calibration import Calibration
 from storage.cell import open_cell
-from storage.codec import Calibration, Codec, CodecError, ErrorSums, Symbols, cpu_kernels, parse_codec
+from storage.codec import Codec, CodecError, cpu_kernels, parse_codec
+from storage.symbols import ErrorSums, Symbols
 
 NAMES = ["lossless", "fp8", "tolerance=0.005", "tolerance=0.01", "tolerance=0.026", "tolerance=0.1"] + [
     "tolerance=0.2",
