@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,18 +52,17 @@ class World:
         """
         if self.size == 1:
             return read()
-        found: tuple[About, dict[str, Tensor]] | None = None
         outcome: Any = None
+        tensors: dict[str, Tensor] = {}
         if self.is_first:
             try:
-                found = read()
+                if found := read():
+                    tensors = {name: t.to(self.device).contiguous() for name, t in found[1].items()}
+                    outcome = found[0], {name: (t.shape, t.dtype) for name, t in tensors.items()}
             except UserError as error:
                 outcome = error
-            except Exception as error:  # noqa: BLE001  whatever it is, the others wait for an answer
-                outcome = RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
-        if found is not None:
-            shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found[1].items()}
-            outcome = (found[0], shapes)
+            except Exception:  # noqa: BLE001  whatever it is, the others wait for an answer
+                outcome = RuntimeError(f"on rank 0:\n{traceback.format_exc()}")
         box = [outcome]
         dist.broadcast_object_list(box, src=0, device=self.device)
         outcome = box[0]
@@ -71,9 +71,7 @@ class World:
         if outcome is None:
             return None
         about, shapes = outcome
-        if found is not None:
-            tensors = {name: tensor.to(self.device) for name, tensor in found[1].items()}
-        else:
+        if not self.is_first:
             tensors = {n: torch.empty(s, dtype=d, device=self.device) for n, (s, d) in shapes.items()}
         self.broadcast(tensors.values())
         return about, tensors
