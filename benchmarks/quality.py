@@ -103,11 +103,14 @@ class Run:
     def wanted(self) -> list[Experiment]:
         """The experiments, most important first."""
         a = self.arguments
+        if unknown := sorted(set(a.groups.split(",")) - set(GROUPS)):
+            raise UserError(f"no groups {', '.join(unknown)} (--groups); there are {', '.join(GROUPS)}")
         known = experiments(a.seeds, a.groups.split(","), a.anchors)
-        if chosen := [e for e in known if any(fnmatch(e.key, pattern) for pattern in a.only.split(","))]:
-            return chosen
-        names = "\n".join(experiment.key for experiment in known)
-        raise UserError(f"nothing is called {a.only} (--only) among --groups and --seeds:\n{names}")
+        for pattern in a.only.split(","):
+            if not any(fnmatch(experiment.key, pattern) for experiment in known):
+                names = "\n".join(experiment.key for experiment in known)
+                raise UserError(f"nothing is called {pattern} (--only) among --groups and --seeds:\n{names}")
+        return [e for e in known if any(fnmatch(e.key, pattern) for pattern in a.only.split(","))]
 
     def result(self, experiment: Experiment, folder: str = "results") -> Path:
         return self.output / folder / f"{experiment.key}.json"

@@ -12,6 +12,8 @@ from typing import Any
 from quality_prompts import TRAINED, UNSEEN
 from quality_runs import BASE, COARSE, GROUPS, LONGER, ORDER
 
+from dflash_core.configuration import UserError
+
 Results = list[dict[str, Any]]
 PARTS = {"trained_families": "tab:blue", "unseen_families": "tab:orange"}
 """What is told apart, and its colour in plots."""
@@ -20,21 +22,22 @@ PARTS = {"trained_families": "tab:blue", "unseen_families": "tab:orange"}
 def write_report(folder: Path, others: Sequence[Path] = ()) -> str:
     """Write quality.json, tables.md and the plots into `folder`; returns the tables.
 
-    With the folders of `others`, runs on other data, acceptance is given as a share of what the default
-    earned in the same run.
+    With the folders of `others`, runs on other data, acceptance over families is given as a share of what the
+    default earned in the same run. Raises UserError when one of them, or `folder` then, lacks the default.
     """
     results = _results(folder)
-    if others:
-        runs = [found for found in (results, *map(_results, others)) if _base(found)]
-        results = [result for found in runs for result in _in_shares(found)]
     if not results:
         return "no results yet"
+    if others:
+        results = [result for run in (folder, *others) for result in _in_shares(run)]
     by_name: dict[tuple[str, str], Results] = defaultdict(list)
     for result in results:
         by_name[result["group"], result["name"]].append(result)
     tables = [_codec_table(by_name), _family_table(by_name), _ablation_table(by_name)]
     if others:
-        tables = ["Acceptance as a share of the default's in the same run, but by family.", *tables]
+        tables.insert(
+            0, "Families together: shares of what the default earned in the same run. By family: lengths."
+        )
     text = "\n\n".join(tables)
     (folder / "tables.md").write_text(text + "\n")
     (folder / "quality.json").write_text(json.dumps(results, indent=1))
@@ -53,14 +56,17 @@ def _results(folder: Path) -> Results:
     return results
 
 
-def _base(results: Results) -> Results:
-    return [result for result in results if (result["group"], result["name"]) == BASE]
-
-
-def _in_shares(results: Results) -> Results:
+def _in_shares(folder: Path) -> Results:
     """Acceptance of each drafter as a share of the default's in the same run, its mean over seeds."""
-    means = {part: statistics.fmean(r[part] for r in _base(results)) for part in PARTS}
-    return [result | {part: result[part] / mean for part, mean in means.items()} for result in results]
+    results = _results(folder)
+    base = [result for result in results if (result["group"], result["name"]) == BASE]
+    if not base:
+        raise UserError(f"{folder} has no result of the default ({' '.join(BASE)}) to compare others with")
+    means = {part: statistics.fmean(r[part] for r in base) for part in PARTS}
+    return [
+        result | {part: result[part] / mean for part, mean in means.items()} | {"run": str(folder)}
+        for result in results
+    ]
 
 
 def _together(families: dict[str, Any], names: Any) -> float:
@@ -88,7 +94,7 @@ def _codec_table(by_name: dict[tuple[str, str], Results]) -> str:
             name,
             f"{found[0]['costs']['bits_per_value']:.2f}",
             f"{found[0]['costs']['bytes_per_token']:.0f}",
-            # Without channel scales an error can only be put in relation to the energy.
+            # Without channel scales an error can only be put in relation to the values themselves.
             f"{statistics.fmean(found[0]['costs']['relative_error']):.1%}"
             + ("" if name.startswith("tolerance") else " of the RMS"),
             str(len(found)),
@@ -198,15 +204,14 @@ def _plot_ablations(by_name: dict[tuple[str, str], Results], unit: str, figure: 
     labels = [f"{group}: {name}" for group, name in runs]
     for axes, key in zip(figure.subplots(1, 2, sharey=True), PARTS, strict=True):
         values = [[r[key] for r in by_name[run]] for run in runs]
-        axes.barh(labels, [statistics.fmean(v) for v in values], height=0.6)
+        axes.plot([statistics.fmean(v) for v in values], labels, "|", markersize=12, markeredgewidth=2)
         for place, seeds in enumerate(values):
             axes.plot(seeds, [place] * len(seeds), "k.", markersize=4)
         if base := [r[key] for r in by_name.get(BASE, [])]:
             axes.axvspan(min(base), max(base), color="black", alpha=0.25)
             axes.axvline(statistics.fmean(base), color="black", lw=1)
-            axes.set_xlim(left=0.95 * min(map(min, [*values, base])))
         axes.set_title(key.replace("_", " "), fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
+        axes.grid(alpha=0.3)
     figure.supxlabel(unit, fontsize=10)
 
 

@@ -133,7 +133,7 @@ def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experim
 
 
 def _ablations(seed: int, anchors: int) -> list[Experiment]:
-    """Each differs from BASE in one point."""
+    """Each differs from BASE in one point; the exact teacher comes with exact states."""
 
     def one(group: str, name: str, **changes: Any) -> Experiment:
         return Experiment(group=group, name=name, seed=seed, **changes)

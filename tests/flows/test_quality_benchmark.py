@@ -23,9 +23,11 @@ from quality_data import (
     read_responses,
     write_responses,
 )
+from quality_report import write_report
 from quality_runs import Bench, measured_rows, simulated
 
 from dflash_core.acceptance import AcceptanceStats, teacher_forced_acceptance
+from dflash_core.configuration import UserError
 from dflash_core.drafter import Drafter
 from dflash_core.records import CaptureSpec, Sample
 from dflash_core.respond import Responder
@@ -183,3 +185,44 @@ def test_shards_of_another_format_are_written_anew(
     assert said.count("is written anew") == 1 and "no commit record" in said
     assert plan(tmp_path).training["fp8"].missing() == [0]
     assert not capsys.readouterr().out
+
+
+def write_result(folder: Path, group: str, name: str, seed: int, tokens: int) -> None:
+    """A drafter that earned `tokens` with ten calls, in a family that is trained on and in another one."""
+    family = {"blocks": 10, "tokens": tokens, "acceptance_length": tokens / 10, "per_slot": [0.5] * 8}
+    result = {
+        "key": f"{group}--{name}--seed{seed}",
+        "group": group,
+        "name": name,
+        "seed": seed,
+        "steps": 1,
+        "row_tokens": 1,
+        "anchors": 1,
+        "optimizer": "adamw",
+        "block_size": 9,
+        "parameters": 1,
+        "curve": [],
+        "costs": {"bits_per_value": 4.0, "bytes_per_token": 1.0, "relative_error": [0.1]},
+        "simulated": {"arithmetic": family, "logic": family},
+    }
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    (folder / "results" / f"{result['key']}.json").write_text(json.dumps(result))
+
+
+def test_runs_on_other_data_are_compared_by_their_own_default(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for seed, tokens in enumerate((20, 30)):
+        write_result(a, "codec", "tolerance=0.1", seed, tokens)
+    write_result(a, "optimizer", "Muon 0.002", 0, 50)
+    write_result(b, "codec", "tolerance=0.1", 0, 40)
+    write_result(b, "optimizer", "Muon 0.002", 0, 40)
+    assert "| optimizer | Muon 0.002 | 1 | 0.0 M | 1 x 9 | 5.00 | 5.00 |" in write_report(a)
+    # 50 of 25 on average in one run, 40 of 40 in the other.
+    assert "| optimizer | Muon 0.002 | 2 | 0.0 M | 1 x 9 | 1.50 ± 0.71 | 1.50 ± 0.71 |" in write_report(
+        a, [b]
+    )
+    kept = json.loads((a / "quality.json").read_text())
+    assert {entry["run"] for entry in kept} == {str(a), str(b)} and len(kept) == 5
+    (b / "results" / "codec--tolerance=0.1--seed0.json").unlink()
+    with pytest.raises(UserError, match=f"{b} has no result of the default"):
+        write_report(a, [b])
