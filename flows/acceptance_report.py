@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # what measures needs transformers, which takes seconds to im
 
 DIFFERENCES_SHOWN = 5
 """Texts that the terminal and the training report name; acceptance.json has all of them."""
+SLOTS_SHOWN = (1, 2, 4)
+WIDE, NARROW_NAME = 80, 10
+"""Columns of a terminal that shows slots too, and of a family's name (it folds) where the terminal has fewer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +155,19 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table(
         title=f"Acceptance, blocks of {report['block_size']}", box=SIMPLE_HEAD, padding=0, show_edge=False
     )
-    table.add_column("family", overflow="fold")
-    for column in ("prompts", "tokens", "tokens\na call", "slot 1", "slot 2", "slot 4", "speed-up", "text"):
+    console = Console()
+    narrow = console.width < WIDE
+    table.add_column("family", overflow="fold", width=NARROW_NAME if narrow else None)
+    slots = () if narrow else SLOTS_SHOWN
+    headers = [f"slot {k}" for k in slots]
+    for column in ("prompts", "tokens", "tokens\na call", *headers, "speed-up", "text"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = dict(report["families"])
     if len(rows) > 1:
         rows["all"] = report
     for name, family in rows.items():
-        slots = family["per_slot"]
-        shown = [f"{slots[k - 1]:.2f}" if k <= len(slots) else "" for k in (1, 2, 4)]
+        shares = family["per_slot"]
+        shown = [f"{shares[k - 1]:.2f}" if k <= len(shares) else "" for k in slots]
         speed = family.get("speed_up")
         table.add_row(
             Text(name),
@@ -170,7 +178,6 @@ def print_report(report: dict[str, Any]) -> None:
             f"{speed:.2f}x" if speed else "",
             text_verdict(family),
         )
-    console = Console()
     console.print(table)
     for line in difference_lines(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -262,6 +262,25 @@ def test_the_table_fits_eighty_columns(
     assert "[what" in text
 
 
+@pytest.mark.parametrize("columns", [60, 79])
+def test_a_narrow_table_names_every_family(
+    swapping: Swapping,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = measured(swapping, tmp_path, 12, tie_tolerance=1.0)
+    print_report(make_report({"trained on": result, "[unseen]": result}, 4, greedy=True, settings={}))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "instead of" not in line]
+    for name in ("trained on", "[unseen]", "all"):
+        row = next(line for line in lines if line.startswith(f"{name} "))
+        assert re.search(r"\d", row)
+        assert "…" not in row
+        assert len(row) <= columns
+
+
 def test_a_drafter_without_a_block_is_below_every_minimum() -> None:
     family: dict[str, Any] = {"lossless": None, "differences": []}
     nothing = {**family, "acceptance_length": float("nan")}
