@@ -158,6 +158,8 @@ def training_page(config: TrainConfig, summary: dict[str, Any], result: Training
     ]
     if last := summary["last_metrics"]:
         lines.append(f"* last optimizer step: {metrics_line(last)}")
+    if result.missed_gate is not None:
+        lines.append(f"* **gate missed**: {result.missed_gate}")
     if result.acceptance is not None:
         lines += ["", "## Tokens a target call", "", "| prompts | tokens a call | speed-up | text |"]
         lines.append("| --- | --- | --- | --- |")

@@ -100,6 +100,8 @@ class TrainingLog:
     """Summary of the compile cache."""
     acceptance: dict[str, Any] | None = None
     """Report of the evaluation."""
+    missed_gate: str | None = None
+    """Why the drafter is not good enough, when a gate of the evaluation was missed."""
 
     @property
     def fraction(self) -> float:
@@ -257,7 +259,11 @@ def evaluate(
     report = answer["report"]
     assert isinstance(report, dict)
     result.acceptance = report
-    check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
+    try:
+        check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
+    except UserError as error:
+        result.missed_gate = str(error)
+        raise
 
 
 def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, folder: Path) -> dict[str, Any]:
@@ -272,6 +278,7 @@ def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, fol
         "drafter": f"{config.output}/{DRAFTER_FOLDER}",
         "last_metrics": last,
         "acceptance": result.acceptance,
+        "missed_gate": result.missed_gate,
         "compile_cache": result.cache,
         "versions": software_versions(),
     }

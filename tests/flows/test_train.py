@@ -146,10 +146,11 @@ def test_a_run_that_is_cut_off_continues_to_an_evaluated_drafter(
     steps = [row["step"] for row in metrics if "loss" in row]
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] == metrics[-1].get("total_steps", steps[-1])
     report = json.loads((output / "report.json").read_text())
+    assert report["missed_gate"] is None
     assert report["acceptance"]["lossless"] and report["acceptance"]["acceptance_length"] >= 1
     assert load_exported(output / "drafter").config.block_size == 8
     page = (output / "report.md").read_text()
-    assert "data:image/png;base64" in page and "trained on" in page
+    assert "data:image/png;base64" in page and "trained on" in page and "gate missed" not in page
     assert done >= 5
 
     with get_client(sync_client=True) as client:
@@ -177,9 +178,11 @@ def test_a_drafter_that_is_not_good_enough_fails_its_run_and_is_reported(
     assert re.fullmatch(words, state.message or "")
     output = tmp_path / "output"
     measured = json.loads((output / "acceptance.json").read_text())
-    assert json.loads((output / "report.json").read_text())["acceptance"] == measured
+    report = json.loads((output / "report.json").read_text())
+    assert report["acceptance"] == measured and report["missed_gate"] == state.message
     length = measured["families"]["trained on"]["acceptance_length"]
     page = (output / "report.md").read_text().splitlines()
+    assert f"* **gate missed**: {state.message}" in page
     row = next(row for row in page if row.startswith("| trained on"))
     assert row.startswith(f"| trained on | {length:.3f} |") and row.endswith("| equal |")
     assert load_exported(output / "drafter").config.block_size == 8
