@@ -74,7 +74,7 @@ def load_exported(
     """
     raw = read_config(folder)
     config = drafter_config_of(raw, folder)
-    recorded = raw.get(PROVENANCE_KEY, {}).get("target")
+    recorded = (raw.get(PROVENANCE_KEY) or {}).get("target")
     if target is not None:
         _check_belongs(config, target)
         if recorded is not None and (wrong := _other_target(TargetSpec(**recorded), target)):

@@ -19,6 +19,7 @@ from dflash_core.configuration import UserError
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import tensor_problems
 from dflash_core.export_config import (
+    CONFIG_FILE,
     LONGEST_TEXT,
     WEIGHTS_FILE,
     config_of,
@@ -30,6 +31,11 @@ from dflash_core.records import TargetSpec
 SLIDING = "sliding_attention"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 """vLLM reads it, where a folder has one, and no other engine does."""
+LAST_LAYER = {
+    "SGLang": "captures what enters a layer, so never the output of the target's last layer",
+    "z-lab": "reads the output of the target's last layer after the final norm",
+}
+"""Engines that cannot give a drafter the output of the target's last layer, and what they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +57,6 @@ class EngineView:
     """Tensors in the file that the engine would pass over without a word."""
     missing_tensors: tuple[str, ...] = ()
     """Parameters of the engine's model that no tensor fills: they would stay as they were allocated."""
-    refusals: tuple[str, ...] = ()
-    """What the engine cannot compute as it was trained."""
     notes: tuple[str, ...] = field(default=())
     """What whoever starts the engine must know."""
 
@@ -61,7 +65,7 @@ def check_export(folder: Path) -> list[EngineView]:
     """Read `folder` as vLLM, SGLang and z-lab's loader do. Raises UserError naming each disagreement."""
     raw = read_config(folder)
     config = drafter_config_of(raw, folder)
-    views = _views(raw, _tensor_shapes(folder / WEIGHTS_FILE))
+    views = _views(raw, _tensor_shapes(folder / WEIGHTS_FILE), str(folder / CONFIG_FILE))
     with torch.device("meta"):
         drafter = Drafter(config)
     problems = [f"strict loader: {problem}" for problem in tensor_problems(drafter, folder / WEIGHTS_FILE)]
@@ -77,18 +81,22 @@ def check_drafter(config: DrafterConfig, target: TargetSpec) -> None:
     """Say before a training what `check_export` would say of its export. Raises UserError."""
     with torch.device("meta"):
         tensors = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
-    views = _views(config_of(config, target, LONGEST_TEXT), tensors)
+    views = _views(config_of(config, target, LONGEST_TEXT), tensors, f"the exported {CONFIG_FILE}")
     if problems := _all_disagreements(views, config):
         raise UserError(f"this drafter would not be served as it is trained: {'; '.join(problems)}")
 
 
-def _views(raw: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> list[EngineView]:
+def _views(raw: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], source: str) -> list[EngineView]:
     """Read config.json's content as engines see it: through transformers' class, which fills in defaults and
-    drops what it thinks unused.
+    drops what it thinks unused. Raises UserError, naming `source`, when that class does not take it.
     """
     from transformers import Qwen3Config
 
-    parsed = Qwen3Config.from_dict(dict(raw))
+    try:
+        parsed = Qwen3Config.from_dict(dict(raw))
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"{source} is refused by transformers' Qwen3Config: {words}") from error
     return [read(parsed, tensors) for read in (vllm_view, sglang_view, zlab_view)]
 
 
@@ -115,14 +123,17 @@ def vllm_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView
             bool(types) and types[i] == SLIDING,
         )
         layers.append((window, causal))
-    mixed = len({window for window, _ in layers}) > 1
-    notes = ["num_speculative_tokens must be block_size - 1: one slot of the block is the committed token"]
+    mixed = any(window != layers[0][0] for window, _ in layers)
+    block = _block_size(config)
+    notes = [
+        f"num_speculative_tokens must be {block - 1}: one of the block's {block} slots is the committed token"
+    ]
     if mixed:
         notes.append("mixed sliding and full layers: start with VLLM_USE_V2_MODEL_RUNNER=1")
     if not all(causal for _, causal in layers):
         notes.append("needs an attention backend with non-causal support, e.g. FLASH_ATTN or FLEX_ATTENTION")
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
-    return _view("vLLM", config, tensors, [key - 1 for key in keys], mask, layers, notes, [])
+    return _view("vLLM", config, tensors, [key - 1 for key in keys], mask, layers, notes)
 
 
 def sglang_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView:
@@ -134,11 +145,8 @@ def sglang_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineVi
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     layers = [(config.sliding_window, True) if kind == SLIDING else (None, False) for kind in types]
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
-    notes = ["--speculative-num-draft-tokens must equal block_size, or be left out"]
-    refusals = []
-    if _taps_the_last_layer(config, ids):
-        refusals.append("captures what enters a layer, so never the output of the target's last layer")
-    return _view("SGLang", config, tensors, ids, mask, layers, notes, refusals)
+    notes = [f"--speculative-num-draft-tokens must be {_block_size(config)}, or be left out"]
+    return _view("SGLang", config, tensors, ids, mask, layers, notes)
 
 
 def zlab_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView:
@@ -157,16 +165,12 @@ def zlab_view(config: Any, tensors: Mapping[str, tuple[int, ...]]) -> EngineView
         for kind in types
     ]
     mask = dflash.get("mask_token_id", getattr(config, "mask_token_id", None))
-    refusals = []
-    if _taps_the_last_layer(config, ids):
-        refusals.append("reads the output of the target's last layer after the final norm")
-    return _view("z-lab", config, tensors, ids, mask, layers, [], refusals)
+    return _view("z-lab", config, tensors, ids, mask, layers, [])
 
 
-def _taps_the_last_layer(config: Any, ids: Any) -> bool:
+def _block_size(config: Any) -> int:
     dflash = getattr(config, "dflash_config", None) or {}
-    layers = dflash.get("num_target_layers", getattr(config, "num_target_layers", None))
-    return layers is not None and int(layers) - 1 in ids
+    return int(dflash.get("block_size", getattr(config, "block_size", 16)))
 
 
 def _view(
@@ -177,9 +181,7 @@ def _view(
     mask: int | None,
     layers: list[tuple[int | None, bool]],
     notes: list[str],
-    refusals: list[str],
 ) -> EngineView:
-    dflash = getattr(config, "dflash_config", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     wanted = _wanted_shapes(config, head_dim, len(ids))
     rope = getattr(config, "rope_parameters", None) or {}
@@ -187,7 +189,7 @@ def _view(
         engine=engine,
         tapped_outputs=tuple(int(i) for i in ids),
         mask_token_id=mask,
-        block_size=int(dflash.get("block_size", getattr(config, "block_size", 16))),
+        block_size=_block_size(config),
         layers=tuple(layers),
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", None) or 1e6)),
         head_dim=head_dim,
@@ -195,7 +197,6 @@ def _view(
         ignored_tensors=tuple(sorted(name for name in tensors if name not in wanted)),
         missing_tensors=tuple(sorted(name for name, shape in wanted.items() if tensors.get(name) != shape)),
         notes=tuple(notes),
-        refusals=tuple(refusals),
     )
 
 
@@ -214,7 +215,8 @@ def _disagreements(view: EngineView, config: DrafterConfig) -> list[str]:
     problems = [
         f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours
     ]
-    problems += view.refusals
+    if view.engine in LAST_LAYER and config.target_num_layers - 1 in view.tapped_outputs:
+        problems.append(LAST_LAYER[view.engine])
     if view.ignored_tensors:
         problems.append(f"passes over {', '.join(view.ignored_tensors)}")
     if view.missing_tensors:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from dflash_core.configuration import UserError
@@ -19,6 +20,20 @@ LONGEST_TEXT = 262144
 """Tokens up to which engines draft, where nobody says otherwise."""
 PROVENANCE_KEY = "dflash_pipeline"
 """Our own entry in config.json: the tap convention in words and the target. Engines ignore it."""
+OBJECTS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling", PROVENANCE_KEY)
+"""Keys of config.json that hold further keys, where they hold anything."""
+LISTS = {"layer_types": str, "eagle_aux_hidden_state_layer_ids": int}
+"""Keys of config.json that hold a list, where they hold anything, and of what."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""Keys of config.json that no drafter can have at zero or below."""
 
 
 def config_of(config: DrafterConfig, target: TargetSpec, max_position_embeddings: int) -> dict[str, Any]:
@@ -74,7 +89,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     architectures = raw.get("architectures") if isinstance(raw, dict) else None
     if architectures != [ARCHITECTURE]:
         raise UserError(f"{path} has architectures {architectures}; a drafter has [{ARCHITECTURE!r}]")
+    if problems := _wrong_kinds(raw):
+        raise UserError(f"{path}: {'; '.join(problems)}")
     return raw
+
+
+def _wrong_kinds(raw: Mapping[str, Any]) -> list[str]:
+    """Entries that nobody could read on from; null is as good as absent."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    problems = [
+        f"{name} is {given[name]!r} and must be an object"
+        for name in OBJECTS
+        if name in given and not isinstance(given[name], dict)
+    ]
+    for name, kind in LISTS.items():
+        entries = given.get(name, [])
+        if not isinstance(entries, list) or not all(type(entry) is kind for entry in entries):
+            problems.append(f"{name} is {entries!r} and must be a list of {kind.__name__}")
+    for name in ("dtype", "torch_dtype"):
+        value = given.get(name, "bfloat16")
+        if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
+            problems.append(f"{name} is {value!r} and must name a type of torch's, e.g. 'bfloat16'")
+    return problems
 
 
 def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
@@ -82,7 +118,7 @@ def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
     problems = _foreign_settings(raw)
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_parameters") or {}
-    convention = raw.get(PROVENANCE_KEY, {}).get("tap_convention", TAP_CONVENTION)
+    convention = (raw.get(PROVENANCE_KEY) or {}).get("tap_convention", TAP_CONVENTION)
     values = {
         "hidden_size": raw.get("hidden_size"),
         "intermediate_size": raw.get("intermediate_size"),
@@ -99,6 +135,11 @@ def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
         "target_num_layers": raw.get("num_target_layers", dflash.get("num_target_layers")),
     }
     problems += [f"nothing gives {name}" for name, value in values.items() if value is None]
+    problems += [
+        f"{name} is {raw[name]} and must be positive"
+        for name in SIZES
+        if isinstance(raw.get(name), int) and raw[name] < 1
+    ]
     if convention != TAP_CONVENTION:
         problems.append(f"tap convention {convention!r} is not {TAP_CONVENTION!r}")
     if problems:
