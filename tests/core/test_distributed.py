@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from dflash_core.configuration import UserError
 from dflash_core.distributed import World
+from tests.spawned_ranks import results_of_ranks
 
 READ = {
     "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -31,14 +30,14 @@ def _read(case: str) -> tuple[str, dict[str, torch.Tensor]] | None:
     return ("step 7", READ) if case == "found" else None
 
 
-def _rank(rank: int, port: int, case: str, results: Any) -> None:
+def _rank(rank: int, size: int, port: int, results: Any, case: str) -> None:
     import torch.distributed as dist
 
     def read_by_others() -> None:
         raise AssertionError("only the first rank reads")
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    world = World(rank=rank, size=2, device=torch.device("cpu"))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    world = World(rank=rank, size=size, device=torch.device("cpu"))
     try:
         found = world.from_first(read_by_others if rank else lambda: _read(case))
         outcome: Any = found and (found[0], {name: tensor.numpy() for name, tensor in found[1].items()})
@@ -49,28 +48,8 @@ def _rank(rank: int, port: int, case: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def outcomes(case: str) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(rank, port, case, results)) for rank in range(2)]
-    try:
-        for process in ranks:
-            process.start()
-        found = [results.get(timeout=200) for _ in ranks]
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
-    return found
-
-
 def test_all_ranks_have_what_the_first_one_read() -> None:
-    for about, tensors in outcomes("found"):
+    for about, tensors in results_of_ranks(_rank, 2, "found"):
         assert about == "step 7" and tensors.keys() == READ.keys()
         for name, array in tensors.items():
             torch.testing.assert_close(torch.from_numpy(array), READ[name], rtol=0, atol=0)
@@ -86,5 +65,5 @@ def test_all_ranks_have_what_the_first_one_read() -> None:
     ],
 )
 def test_all_ranks_hear_of_the_rest(case: str, expected: str | None) -> None:
-    for outcome in outcomes(case):
+    for outcome in results_of_ranks(_rank, 2, case):
         assert outcome is None if expected is None else expected in outcome

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from dflash_core.configuration import UserError
 from dflash_core.distributed import World
 from dflash_core.optimizer import OptimizerConfig, rate_factor
 from dflash_core.training import NonFiniteError, Trainer
 from tests.core.training_rows import CPU, gradients, make_row, random_samples, tiny_trainer
+from tests.spawned_ranks import results_of_ranks
 
 LENGTHS = [[20, 1, 25, 2], [64], [30, 30], [5, 6, 7, 8, 9, 10]]
 
@@ -108,20 +108,7 @@ def _rank(rank: int, size: int, port: int, results: Any) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_equal_one_rank_with_all_rows(size: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(r, size, port, results)) for r in range(size)]
-    for process in ranks:
-        process.start()
-    found = [results.get(timeout=400) for _ in ranks]
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+    found = results_of_ranks(_rank, size)
     trainer = tiny_trainer()
     rows = rows_for(trainer)
     expected_loss, expected = gradients(trainer, rows)

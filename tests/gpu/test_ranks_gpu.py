@@ -5,9 +5,7 @@ python -m pytest tests/gpu/test_ranks_gpu.py
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 from dflash_core.distributed import join_world, leave_world
 from tests.gpu.test_trainer_gpu import ROWS, row_on, trainer_on
+from tests.spawned_ranks import results_of_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -46,21 +45,7 @@ def _rank(rank: int, size: int, port: int, results: Any) -> None:
 def test_two_gpus_equal_one_with_all_rows() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(rank, 2, port, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        found = [results.get(timeout=200) for _ in ranks]
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
+    found = results_of_ranks(_rank, 2, timeout=200)
     losses, norms = take_steps(trainer_on("cuda", "bfloat16"), 0, 1)
     for rank_losses, rank_norms, _ in found:
         assert rank_losses == pytest.approx(losses, rel=1e-2)
