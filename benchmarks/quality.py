@@ -315,7 +315,7 @@ class Run:
         threads = self.arguments.threads
         dataset = datasets.training[experiment.codec]
         chats = read_chats(dataset, self.device, threads, last_hidden=experiment.last_hidden)
-        if experiment.exact_tap is not None or experiment.exact_loudest:
+        if experiment.partly_exact:
             put_exact(
                 chats,
                 datasets.training["lossless"],

@@ -92,10 +92,14 @@ class Experiment:
         return "kl_weight" in self.training.get("loss", {})
 
     @property
+    def partly_exact(self) -> bool:
+        """Whether some of what it reads comes from the lossless data set."""
+        return self.exact_tap is not None or self.exact_loudest > 0
+
+    @property
     def codecs(self) -> tuple[str, ...]:
         """Codecs of the data sets that are read for it."""
-        exact = self.exact_tap is not None or self.exact_loudest > 0
-        return (self.codec, "lossless") if exact else (self.codec,)
+        return (self.codec, "lossless") if self.partly_exact else (self.codec,)
 
     @property
     def data(self) -> tuple[Any, ...]:

@@ -38,11 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from synthetic import synthetic_states
+from synthetic import synthetic_states, synthetic_target
 from torch import Tensor
 
 from dflash_core.packing import pack_tokens
-from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from dflash_core.records import CapturedSample, CaptureSpec, Sample
 from storage.calibration import Calibration
 from storage.cell import Cell
 from storage.codec import parse_codec
@@ -61,16 +61,7 @@ DISTINCT = 4
 def write_dataset(arguments: argparse.Namespace, codec: str, root: str) -> tuple[Dataset, float]:
     """Create and write the data set; returns it and the tokens a second of the writer."""
     spec = DatasetSpec(
-        target=TargetSpec(
-            name="random",
-            weights_sha256="0" * 64,
-            tokenizer_sha256="0" * 64,
-            model_type="qwen3",
-            num_layers=64,
-            hidden_size=arguments.width,
-            vocab_size=1000,
-            rope_theta=1e6,
-        ),
+        target=synthetic_target(arguments.width),
         capture=CaptureSpec(tap_layer_ids=tuple(range(1, 1 + 12 * arguments.taps, 12))),
         codec=codec,
         input_sha256="0" * 64,

@@ -20,10 +20,11 @@ import zstandard
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_safetensors
+from synthetic import synthetic_target
 from torch import Tensor
 
 from dflash_core.packing import plan_epoch
-from dflash_core.records import CapturedSample, CaptureSpec, Sample, TargetSpec
+from dflash_core.records import CapturedSample, CaptureSpec, Sample
 from storage.calibration import Calibration
 from storage.cell import open_cell
 from storage.codec import parse_codec
@@ -148,19 +149,9 @@ def write_files(layout: Layout, store: Store, samples: list[Sample], states: Sta
 
 
 def prepare(layout: Layout, store: Store, samples: list[Sample], states: States) -> Dataset:
-    target = TargetSpec(
-        name="benchmark",
-        weights_sha256="0" * 64,
-        tokenizer_sha256="0" * 64,
-        model_type="qwen3",
-        num_layers=64,
-        hidden_size=layout.width,
-        vocab_size=32_000,
-        rope_theta=1e6,
-    )
     taps = tuple(int(column.removeprefix("layer_")) for column in layout.columns)
     spec = DatasetSpec(
-        target=target,
+        target=synthetic_target(layout.width),
         capture=CaptureSpec(tap_layer_ids=taps),
         codec=layout.name,
         input_sha256="0",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_core.records import TargetSpec
+
 MASSIVE_CHANNELS = 4
 MASSIVE_FACTOR = 300.0
 LOUD_TOKEN_FACTOR = 25.0
@@ -22,3 +24,17 @@ def synthetic_states(tokens: int, width: int, seed: int, device: torch.device | 
     loudness_T[:1] *= LOUD_TOKEN_FACTOR
     values_TD = torch.randn(tokens, width, generator=generator, device=device)
     return (values_TD.mul_(loudness_D).mul_(loudness_T)).bfloat16()
+
+
+def synthetic_target(width: int) -> TargetSpec:
+    """A target of this width that nobody has; its vocabulary is 32,000."""
+    return TargetSpec(
+        name="random",
+        weights_sha256="0" * 64,
+        tokenizer_sha256="0" * 64,
+        model_type="qwen3",
+        num_layers=64,
+        hidden_size=width,
+        vocab_size=32_000,
+        rope_theta=1e6,
+    )
