@@ -79,9 +79,8 @@ class RowShape:
         if not self.codec.needs_scales:
             return [None] * self.columns
         if steps not in self._host_steps:
-            step_L1D = self.channel_steps(steps)
-            assert step_L1D is not None
-            self._host_steps[steps] = list(step_L1D.numpy()[:, 0])
+            scaled = zip(self.scales, steps, strict=True)
+            self._host_steps[steps] = [channel_steps(s, self.width, step).numpy() for s, step in scaled]
         return self._host_steps[steps]
 
 

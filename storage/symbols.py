@@ -97,7 +97,7 @@ class Symbols:
         return whole
 
     def with_outliers(self, outliers: Sequence[tuple[Tensor, Tensor]], sums: Tensor) -> Symbols:
-        """Put outliers, as (positions, values) of some rows after another, behind the symbols."""
+        """Put outliers, as (positions, values) of one block of rows after another, behind the symbols."""
         count = sum(len(position_N) for position_N, _ in outliers)
         if not count:
             return replace(self, sums=sums)
