@@ -119,7 +119,8 @@ def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_parameters") or {}
     convention = (raw.get(PROVENANCE_KEY) or {}).get("tap_convention", TAP_CONVENTION)
-    values = {
+    outer, inner = raw.get("num_target_layers"), dflash.get("num_target_layers")
+    values: dict[str, Any] = {
         "hidden_size": raw.get("hidden_size"),
         "intermediate_size": raw.get("intermediate_size"),
         "num_layers": raw.get("num_hidden_layers"),
@@ -132,7 +133,7 @@ def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
         "block_size": dflash.get("block_size", raw.get("block_size")),
         "mask_token_id": dflash.get("mask_token_id", raw.get("mask_token_id")),
         "tap_layer_ids": dflash.get("target_layer_ids"),
-        "target_num_layers": raw.get("num_target_layers", dflash.get("num_target_layers")),
+        "target_num_layers": inner if outer is None else outer,
     }
     problems += [f"nothing gives {name}" for name, value in values.items() if value is None]
     problems += [
@@ -140,6 +141,11 @@ def drafter_config_of(raw: Mapping[str, Any], folder: Path) -> DrafterConfig:
         for name in SIZES
         if isinstance(raw.get(name), int) and raw[name] < 1
     ]
+    if None not in (outer, inner) and outer != inner:
+        problems.append(
+            f"num_target_layers is {outer!r} at the top level, which z-lab's loader reads, and {inner!r} in "
+            "dflash_config, which SGLang reads: set both to the target's number of layers"
+        )
     if convention != TAP_CONVENTION:
         problems.append(f"tap convention {convention!r} is not {TAP_CONVENTION!r}")
     if problems:

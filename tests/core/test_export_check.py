@@ -55,8 +55,17 @@ def test_full_layers_need_no_other_runner(tmp_path: Path) -> None:
         ),
         ({"dflash_config": {"target_layer_ids": [1, 7]}}, "SGLang: .* last layer; z-lab: .* final norm$"),
         (
-            {"dflash_config": {"target_layer_ids": [1, 7], "num_target_layers": 9}},
+            {"num_target_layers": None, "dflash_config": {"target_layer_ids": [1, 7]}},
             "SGLang: .* last layer; z-lab: .* final norm$",
+        ),
+        # Whichever number were believed, one of these two would hide the tap of the target's last layer.
+        (
+            {"num_target_layers": 9, "dflash_config": {"target_layer_ids": [1, 7]}},
+            "num_target_layers is 9 at the top level, .* and 8 in dflash_config, .*: set both",
+        ),
+        (
+            {"dflash_config": {"target_layer_ids": [1, 7], "num_target_layers": 9}},
+            "num_target_layers is 8 at the top level, .* and 9 in dflash_config, .*: set both",
         ),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias is True"),
         ({"dflash_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
