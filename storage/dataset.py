@@ -440,8 +440,8 @@ def create_dataset(
     A second sample of an id is left out with `spec.duplicate_ids` "drop": counted where its tokens are the
     first one's, else told to `clash` (with where the first was read), before the next is taken.
     Raises DatasetError: no samples, ids twice (with "drop": of other tokens, and no `clash`), a stream that
-    differs from what was already written. After any UserError of the stream's all that this call wrote is
-    removed, unless somebody else wrote beside it.
+    differs from what was already written, objects that somebody removed meanwhile. After any UserError of the
+    stream's all that this call wrote is removed, unless somebody else wrote beside it.
     """
     root = store.child(dataset_folder(name, spec))
     written = {"spec": spec.model_dump(mode="json"), "versions": software_versions()}
@@ -455,6 +455,11 @@ def create_dataset(
     if not dataset._exists(PLAN_KEY):
         try:
             write_plan(root, spec, samples, scratch_dir, created, clash)
+        except ObjectNotFound as error:
+            raise DatasetError(
+                f"{error}: somebody removed {root.uri}, or a part of it, while it was planned; once nobody "
+                "removes it any more, run the same command again: it writes what is missing"
+            ) from None
         except StoreError:
             raise  # the samples are sound: the same call goes on from here
         except UserError:

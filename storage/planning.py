@@ -22,6 +22,7 @@ from dflash_core.records import Sample
 from storage.dataset_spec import (
     INDEX_KEY,
     PLAN_KEY,
+    SPEC_KEY,
     DatasetError,
     DatasetSpec,
     Plan,
@@ -63,7 +64,8 @@ def write_plan(
     Holds a few shards' tokens in memory, whatever the number of samples (ids that were seen wait in a scratch
     database). Every object is a function of the stream, so a killed creation is finished by the same call.
     Keys that this call creates are added to `created`, whether it succeeds or not. `clash`: `create_dataset`.
-    Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written.
+    Raises DatasetError: no sample, an id twice, or a stream that differs from what was already written;
+    ObjectNotFound when somebody removes the data set meanwhile.
     """
     ids = _SeenIds(scratch_dir, drop=spec.duplicate_ids == "drop", clash=clash)
     with (
@@ -90,6 +92,7 @@ def write_plan(
         index_sha256=index_sha256,
         shards=planned,
     )
+    store.head(SPEC_KEY)  # gone with what was written before, had somebody removed the data set meanwhile
     _publish_same(store, PLAN_KEY, plan.model_dump_json(indent=1).encode(), created)
     return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,36 @@ def test_a_stopped_creation_is_finished(root: Store) -> None:
     whole = open_store(f"{root.uri}-undisturbed")
     create_dataset(whole, "made", made_spec(), samples)
     assert contents(whole.child(folder)) == after
+
+
+@pytest.mark.parametrize("read", [0, 50, 100])
+def test_a_data_set_removed_while_it_is_planned_can_be_planned_again(root: Store, read: int) -> None:
+    samples = made_samples(100)
+
+    def removed() -> Iterator[Sample]:
+        yield from samples[:read]
+        for info in list(root.list("")):
+            root.delete(info.key)
+        yield from samples[read:]
+
+    with pytest.raises(DatasetError, match=r"dataset\.json: .* somebody removed .* run the same command"):
+        create_dataset(root, "made", made_spec(), removed())
+    with pytest.raises(DatasetError, match="no data set whose creation finished"):
+        open_dataset(root.uri)
+    create_dataset(root, "made", made_spec(), samples)
+    whole = open_store(f"{root.uri}-undisturbed")
+    create_dataset(whole, "made", made_spec(), samples)
+    assert contents(root) == contents(whole)
+
+
+def test_a_folder_removed_again_and_again_while_it_is_planned_is_one_clear_error(tmp_path: Path) -> None:
+    def removed() -> Iterator[Sample]:
+        for sample in made_samples(200):
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            yield sample
+
+    with pytest.raises(DatasetError, match=r"no such object: somebody removed .* run the same command"):
+        create_dataset(open_store(tmp_path), "made", made_spec(), removed())
 
 
 def test_other_samples_under_the_same_fingerprint_are_noticed(root: Store) -> None:
