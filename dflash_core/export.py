@@ -90,6 +90,20 @@ def load_exported(
     return drafter.eval().requires_grad_(False)
 
 
+def check_shape(folder: Path, config: DrafterConfig) -> None:
+    """Raise UserError unless an exported folder holds a drafter that training with `config` can start from;
+    reads its configuration alone."""
+    exported = drafter_config_of(read_config(folder), folder)
+    differing = [
+        f"{name}: {there} there, {here} here"
+        for name in [*DrafterConfig.model_fields, "types"]
+        if (there := getattr(exported, name)) != (here := getattr(config, name))
+        and name != "layer_types"  # may be left out; "types" has the default filled in
+    ]
+    if differing:
+        raise UserError(f"{folder} is a drafter of another shape: {'; '.join(differing)}")
+
+
 def tensor_problems(drafter: Drafter, weights: Path) -> list[str]:
     """Compare a safetensors file with what `drafter` needs: one phrase a problem, none when it fits."""
     wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}

@@ -17,14 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_core.chat import ChatConfig
 from dflash_core.compile_graphs import training_graphs
 from dflash_core.configuration import UserError
+from dflash_core.distributed import World
 from dflash_core.drafter import DrafterConfig
+from dflash_core.export import check_shape
 from dflash_core.export_check import check_drafter
+from dflash_core.loss import slot_weights
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import other_form_hint, target_spec
 from dflash_core.target_weights import find_embedding_and_head
+from dflash_core.training import TrainingConfig
 from flows.acceptance_report import check_gates, without_nan
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
@@ -33,6 +39,7 @@ from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
 from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, rank_environment, run_ranks
+from flows.train_data import TrainingData
 from flows.train_log import METRICS_FILE, WANDB_FILE
 from storage.chats import read_chats
 from storage.checkpoints import Checkpoints
@@ -56,7 +63,8 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
     """Open the sealed data set and derive the drafter from it.
 
     Raises UserError when the data set is not complete, was captured from another target than the one that is
-    to lend its embedding and head, does not fit the drafter, or makes one that a serving engine cannot run.
+    to lend its embedding and head, does not fit the drafter, makes one that a serving engine cannot run, or cannot be
+    trained on as configured.
     """
     for family, source in (config.evaluation.prompts if config.evaluation else {}).items():
         if next(iter(read_chats(source)), None) is None:
@@ -73,7 +81,16 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
         )
     drafter = config.drafter.for_target(spec.target, spec.capture)
     check_drafter(drafter, spec.target)
+    _check_training(config.training, dataset, drafter)
     return dataset, drafter
+
+
+def _check_training(training: TrainingConfig, dataset: Dataset, drafter: DrafterConfig) -> None:
+    """Raise here what every rank would raise after its start."""
+    TrainingData(dataset, drafter, training, World(rank=0, size=1, device=torch.device("cpu")))
+    slot_weights(training.loss, drafter.block_size)
+    if training.init_from is not None:
+        check_shape(Path(training.init_from), drafter)
 
 
 def _other_target(captured: TargetSpec, here: TargetSpec) -> list[str]:

@@ -24,7 +24,7 @@ from dflash_core.compile_watch import Watch, cache_in_use
 from dflash_core.configuration import Config, UserError
 from dflash_core.distributed import World, join_world, leave_world, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
-from dflash_core.export import export_drafter, load_exported
+from dflash_core.export import check_shape, export_drafter, load_exported
 from dflash_core.export_check import check_export
 from dflash_core.fast_path import (
     SIGNS,
@@ -374,15 +374,8 @@ def load_weights(job: TrainJob, world: World) -> tuple[Drafter, torch.Tensor, to
     """
     training = job.config.training
     if training.init_from is not None:
+        check_shape(Path(training.init_from), job.drafter)
         drafter = load_exported(Path(training.init_from), dtype=torch.float32)
-        differing = [
-            f"{name}: {there} there, {here} here"
-            for name in [*DrafterConfig.model_fields, "types"]
-            if (there := getattr(drafter.config, name)) != (here := getattr(job.drafter, name))
-            and name != "layer_types"  # may be left out; "types" has the default filled in
-        ]
-        if differing:
-            raise UserError(f"{training.init_from} is a drafter of another shape: {'; '.join(differing)}")
         drafter.compute_dtype = training.dtype
         drafter.requires_grad_(True)
         drafter.to(world.device)

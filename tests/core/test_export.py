@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_core.configuration import UserError
 from dflash_core.drafter import ContextCache, Drafter
-from dflash_core.export import export_drafter, load_exported
+from dflash_core.export import check_shape, export_drafter, load_exported
 from tests.core.tiny_drafter import SPEC, tiny_drafter
 
 
@@ -66,6 +66,17 @@ def test_tensor_names_have_no_prefix_and_no_embedding(tmp_path: Path) -> None:
         tensors
     )
     assert not any("embed" in name or "head" in name for name in tensors)
+
+
+def test_training_starts_from_a_drafter_of_the_same_shape_only(tmp_path: Path) -> None:
+    drafter = tiny_drafter()
+    folder = export_drafter(drafter, tmp_path / "d", SPEC)
+    check_shape(folder, drafter.config)
+    spelt_out = drafter.config.model_copy(update={"layer_types": drafter.config.types})
+    check_shape(folder, spelt_out)
+    other = drafter.config.model_copy(update={"block_size": 9, "sliding_window": 7})
+    with pytest.raises(UserError, match=r"another shape: block_size: 5 there, 9 here; sliding_window: 6 there"):
+        check_shape(folder, other)
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from dflash_core.configuration import UserError
 from dflash_core.export import load_exported
+from dflash_core.loss import LossConfig
 from flows.config import ExtractConfig, TrainConfig, dump_config
 from flows.extract_plan import plan_dataset
 from flows.launch import Message
@@ -70,6 +72,24 @@ def test_what_does_not_belong_together_is_refused(
     other = write_tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match=r"captured from another target.*weights_sha256"):
         open_training_data(train_config(target=str(other)))
+
+
+def test_what_ranks_would_refuse_is_refused_before_they_start(
+    train_config: MakeConfig, sealed: Dataset, tmp_path: Path
+) -> None:
+    def refused(said: str, **changes: Any) -> None:
+        config = train_config()
+        training = config.training.model_copy(update=changes)
+        with pytest.raises(UserError, match=said):
+            open_training_data(config.model_copy(update={"training": training}))
+
+    shape = train_config().drafter.model_dump() | {"block_size": 6}
+    with pytest.raises(UserError, match=r"gamma is missing.*block_size 6"):
+        open_training_data(train_config(drafter=shape))
+    refused("kl_weight needs the target's last hidden state", loss=LossConfig(gamma=4.0, kl_weight=0.5))
+    longest = int(sealed.index.tokens_N.max())
+    refused(f"has {longest} tokens, more than training.row_tokens = {longest - 1}", row_tokens=longest - 1)
+    refused("nowhere", init_from=str(tmp_path / "nowhere"))
 
 
 def test_files_of_a_run_go_to_its_output(train_config: MakeConfig, s3_uri: str) -> None:
