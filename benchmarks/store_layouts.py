@@ -37,7 +37,7 @@ from storage.writer import ShardWriter, WriterConfig
 CODECS = ("lossless", "tolerance=0.1", "tolerance=0.3")
 FILES = ("torch.save", "safetensors")
 ROW_TOKENS = 4096
-PREFETCH_BYTES = 64 << 20
+PREFETCH_BYTES = 1 << 30
 """At most, and no more than half of the data set: every epoch reads all of it again."""
 LEAD_IN, COUNTED = 3, 2
 """Epochs of a turn: until reading is as far ahead as it gets, and within the clock."""

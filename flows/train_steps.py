@@ -63,8 +63,8 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
     """Open the sealed data set and derive the drafter from it.
 
     Raises UserError when the data set is not complete, was captured from another target than the one that is
-    to lend its embedding and head, does not fit the drafter, makes one that a serving engine cannot run, or cannot be
-    trained on as configured.
+    to lend its embedding and head, does not fit the drafter, makes one that a serving engine cannot run, or
+    cannot be trained on as configured.
     """
     for family, source in (config.evaluation.prompts if config.evaluation else {}).items():
         if next(iter(read_chats(source)), None) is None:

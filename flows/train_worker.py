@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dflash_core.compile_watch import Watch, cache_in_use
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config
 from dflash_core.distributed import World, join_world, leave_world, start_device
 from dflash_core.drafter import Drafter, DrafterConfig
 from dflash_core.export import check_shape, export_drafter, load_exported

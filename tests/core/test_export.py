@@ -75,7 +75,7 @@ def test_training_starts_from_a_drafter_of_the_same_shape_only(tmp_path: Path) -
     spelt_out = drafter.config.model_copy(update={"layer_types": drafter.config.types})
     check_shape(folder, spelt_out)
     other = drafter.config.model_copy(update={"block_size": 9, "sliding_window": 7})
-    with pytest.raises(UserError, match=r"another shape: block_size: 5 there, 9 here; sliding_window: 6 there"):
+    with pytest.raises(UserError, match=r"shape: block_size: 5 there, 9 here; sliding_window: 6 there"):
         check_shape(folder, other)
 
 
