@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from dflash_core.configuration import UserError, fingerprint
 _LINES, _WHOLE, _PARQUET = (".jsonl", ".ndjson"), (".json",), (".parquet",)
 _PACKED = (".gz", ".zst")
 _READ_BYTES = 1 << 22
+_EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 _fingerprinted: dict[str, str] = {}
 """Hugging Face data set -> the commit that `input_fingerprint` saw last, which is the one to read."""
@@ -42,7 +44,7 @@ def read_chats(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     Of a data set the commit is read that `input_fingerprint` saw last in this process, or else the newest.
     Lines that are no JSON object come as `UnreadableRecord`. Raise UserError when there is nothing to read.
     """
-    path = Path(source)
+    path = _path(source)
     if path.exists():
         for file in _files(path):
             yield from _read_file(file)
@@ -55,11 +57,12 @@ def read_chats(source: str) -> Iterator[tuple[dict[str, Any], str]]:
 def input_fingerprint(sources: Sequence[str]) -> str:
     """64 hex digits of the content of the inputs in their order, wherever the files lie.
 
-    Files are hashed whole; a Hugging Face data set counts by its name and commit. Raise UserError.
+    Files are hashed whole; a Hugging Face data set counts by its name and commit. Raise UserError, also when
+    no file holds a byte.
     """
     parts: list[Any] = []
     for source in sources:
-        path = Path(source)
+        path = _path(source)
         if path.exists():
             parts.append([_file_sha256(file) for file in _files(path)])
         elif _looks_like_path(source):
@@ -68,7 +71,14 @@ def input_fingerprint(sources: Sequence[str]) -> str:
             name, config, split = _hub_name(source)
             _fingerprinted[name] = _hub_commit(name)
             parts.append(["hub", name, config, split, _fingerprinted[name]])
+    if all(digest == _EMPTY_SHA256 for part in parts for digest in part):
+        raise UserError(f"there are no chats in {', '.join(sources)}: not a byte is there")
     return fingerprint(parts)
+
+
+def _path(source: str) -> Path:
+    """The file or folder that a source would be. A user whom nobody knows ("~name") is left as a name."""
+    return Path(os.path.expanduser(source))  # noqa: PTH111  pathlib's raises there
 
 
 def _files(path: Path) -> list[Path]:
@@ -126,9 +136,11 @@ def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except RecursionError:
         return UnreadableRecord("its JSON is nested too deeply")
+    except json.JSONDecodeError as error:
+        return UnreadableRecord(f"not JSON: {error.msg}, column {error.colno}")
     except ValueError as error:
         return UnreadableRecord(f"not JSON: {error}")
     if not isinstance(record, dict):

@@ -60,11 +60,11 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
 
 def test_lines_that_are_no_records_are_reported_in_their_place(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
-    path.write_text(LINES + "\n{broken\n[1]\n" + LINES, "utf-8")
+    path.write_text(LINES + '\n{"a": \n[1]\n' + LINES, "utf-8")
     read = list(read_chats(str(path)))
     faults = [(record.error, where) for record, where in read if isinstance(record, UnreadableRecord)]
     assert len(read) == 6 and len(faults) == 2
-    assert faults[0][0].startswith("not JSON") and faults[0][1] == f"{path}:4"
+    assert faults[0] == ("not JSON: Expecting value, column 6", f"{path}:4")
     assert faults[1] == ("not a JSON object but a list", f"{path}:5")
     (tmp_path / "list.json").write_text('[{"a": 1}, 3]')
     _, (record, where) = read_chats(str(tmp_path / "list.json"))
@@ -103,6 +103,15 @@ def test_a_data_set_is_read_at_the_commit_that_was_fingerprinted(monkeypatch: py
     assert asked == [("some/chats", None, None), ("some/chats", "english", "0123abc")]
 
 
+def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_all(tmp_path)["plain.jsonl"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [record for record, _ in read_chats("~/plain.jsonl")] == RECORDS
+    assert input_fingerprint(["~/plain.jsonl"]) == input_fingerprint([str(path)])
+    with pytest.raises(UserError, match=r"'~no-such-user/plain\.jsonl' does not exist"):
+        input_fingerprint(["~no-such-user/plain.jsonl"])
+
+
 def test_missing_or_empty_inputs_are_refused(tmp_path: Path) -> None:
     for source, message in (
         (str(tmp_path / "no.jsonl"), "does not exist"),
@@ -117,6 +126,12 @@ def test_missing_or_empty_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
         list(read_chats(str(tmp_path / "x.json")))
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "one.jsonl").write_text(LINES, "utf-8")
+    empty, one = str(tmp_path / "empty.jsonl"), str(tmp_path / "one.jsonl")
+    with pytest.raises(UserError, match=r"no chats in .*empty\.jsonl"):
+        input_fingerprint([empty, empty])
+    input_fingerprint([empty, one])
 
 
 @pytest.mark.parametrize("name", ["packed.jsonl.gz", "packed.jsonl.zst", "table.parquet"])
