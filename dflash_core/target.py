@@ -20,6 +20,7 @@ from dflash_core.packed_body import NotPackable, PackedBody, packed_batches
 from dflash_core.parity import ParityError, check_parity
 from dflash_core.records import LAST_HIDDEN, CapturedSample, CaptureSpec, Sample, TargetSpec, tap_column
 from dflash_core.target_identity import (
+    TargetName,
     check_tap_ids,
     default_tap_ids,
     load_text_config,
@@ -53,7 +54,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bf
 class TargetConfig(Config):
     """Which target, and what to take from it."""
 
-    path: str
+    path: TargetName
     """Folder, or name on the Hugging Face hub."""
     revision: str | None = None
     """Hub revision; a data set remembers the commit it resolved to."""

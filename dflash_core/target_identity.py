@@ -7,11 +7,17 @@ target: the ranks of training do without it.
 from __future__ import annotations
 
 import hashlib
+import os.path
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from dflash_core.configuration import UserError, fingerprint
 from dflash_core.records import TargetSpec
+
+TargetName = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Folder of a target ("~" is one's home), or its name on the hub."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -75,7 +81,8 @@ def load_text_config(path: str, revision: str | None) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the target's configuration from {path!r}: {error}") from None
+        where = "" if folder.is_dir() else "no folder of that name is here, and as a name on the hub: "
+        raise UserError(f"cannot read the target's configuration from {path!r}: {where}{error}") from None
     return config, config.get_text_config()
 
 

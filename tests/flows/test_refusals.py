@@ -95,6 +95,8 @@ def test_what_was_meant_is_said_of_addresses_folders_and_numbers(tmp_path: Path)
         load_text_config(str(tmp_path / "nowhere"), None)
     with pytest.raises(UserError, match=r"holds no config\.json"):
         load_text_config(str(tmp_path), None)
+    with pytest.raises(UserError, match="from 'nowhere': no folder of that name is here"):
+        load_text_config("nowhere", None)
     for numbers in ("", "2,", "2,x"):
         with pytest.raises(UserError, match="--only takes numbers"):
             parse_numbers(numbers)
