@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dflash_core.compile_fingerprint import Fingerprint, differences, environment_here
+from dflash_core.compile_fingerprint import Fingerprint, GraphSet, differences, environment_here, graph_set
+from dflash_core.compile_watch import FIXED_VARIABLES
 from dflash_core.configuration import UserError
 from storage import compile_cache, compile_retention
 from storage.compile_archive import RejectedArtifact
@@ -29,13 +30,12 @@ MIB = 1 << 20
 
 
 def open_caches(uri: str) -> Store:
-    """Open the compile caches at an address, or those beside the data sets there."""
+    """Open the compile caches at an address, or those beside the data sets there. Raises UserError."""
     store = open_store(uri)
-    if next(store.list(f"{compile_cache.VERSIONS}/"), None) is None:
-        child = store.child("compile-cache")
-        if next(child.list(f"{compile_cache.VERSIONS}/"), None) is not None:
-            return child
-    return store
+    for place in (store, store.child("compile-cache")):
+        if any(next(place.list(f"{kept}/"), None) for kept in (compile_cache.VERSIONS, compile_cache.PINS)):
+            return place
+    raise UserError(f"no compile cache in {uri}: name the folder or bucket of one, or that of the data sets")
 
 
 @app.command("list")
@@ -45,8 +45,6 @@ def list_(uri: Uri, as_json: Annotated[bool, typer.Option("--json")] = False) ->
     if as_json:
         typer.echo(json.dumps([describe(version) for version in versions], indent=1))
         return
-    if not versions:
-        typer.echo(f"no compile cache in {uri}")
     for version in versions:
         manifest, place = version.manifest, version.manifest.fingerprint
         pins = f"  pinned by {', '.join(version.pins)}" if version.pins else ""
@@ -97,15 +95,24 @@ def verify(uri: Uri, version: Annotated[str | None, typer.Argument(metavar="[VER
 
 @app.command()
 def diff(
-    uri: Uri, version: Name, other: Annotated[str | None, typer.Argument(metavar="[OTHER]")] = None
+    uri: Uri,
+    version: Name,
+    other: Annotated[str | None, typer.Argument(metavar="[OTHER]")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="YAML file of the run that is to start here.", metavar="FILE"),
+    ] = None,
 ) -> None:
-    """Say in words how a version differs from another one, or from what this machine would need."""
+    """Say in words how a version differs from another one, or from what a run on this machine would need.
+
+    Without --config: a run on the GPUs here, else on one CPU rank, that sets no local_root.
+    """
+    if other is not None and config is not None:
+        raise UserError("give either a second version or --config: two versions are compared as they are")
     store = open_caches(uri)
     theirs = compile_cache.find_version(store, version).manifest.fingerprint
     if other is None:
-        ours = Fingerprint(
-            environment=environment_here(), graphs=theirs.graphs, local_root=CompileCacheConfig().root
-        )
+        ours = fingerprint_here(theirs.graphs, config)
     else:
         ours = compile_cache.find_version(store, other).manifest.fingerprint
     words = differences(theirs, ours)
@@ -138,6 +145,7 @@ def pin(
     name: Annotated[str, typer.Option("--as", help="Name of the pin, such as that of a run.")],
 ) -> None:
     """Keep a version until it is unpinned."""
+    compile_retention.check_pin_name(name)
     store = open_caches(uri)
     found = compile_cache.find_version(store, version)
     compile_retention.pin(store, found, name)
@@ -172,6 +180,49 @@ def build(
     typer.echo(json.dumps(summary, indent=1))
     if not summary["nothing_compiled"] and summary["version"] is None:
         raise UserError("the artifact was built but could not be published; see the notes above")
+
+
+def fingerprint_here(graphs: GraphSet, config: Path | None) -> Fingerprint:
+    """Return what a run on this machine would look for that compiles graphs of these settings.
+
+    `config` says which devices and which local root that run has. Raises UserError.
+    """
+    from dflash_core.compile_graphs import COMPILED_IN_EXTRACTION, COMPILED_IN_TRAINING, sources_of
+
+    captures = graphs.name.startswith("capture-")
+    variables, cache = (_capture_here if captures else _training_here)(config)
+    if cache is None:
+        raise UserError(f"{config} has cache: null, so its run looks for no version")
+    sources = sources_of(COMPILED_IN_EXTRACTION if captures else COMPILED_IN_TRAINING)
+    return Fingerprint(
+        environment=environment_here({**FIXED_VARIABLES, **variables}),
+        graphs=graph_set(graphs.name, graphs.settings, sources),
+        local_root=cache.root,
+    )
+
+
+def _training_here(config: Path | None) -> tuple[dict[str, str], CompileCacheConfig | None]:
+    """Return the variables of a training's ranks and the configuration of its compile cache."""
+    from flows.config import TrainConfig, load_config
+    from flows.extract_steps import worker_slots
+    from flows.ranks import rank_environment
+
+    settings = None if config is None else load_config(TrainConfig, config)
+    gpus = [slot for slot in worker_slots(settings.gpus if settings else ()) if slot != "cpu"]
+    ranks = len(gpus) or (settings.cpu_ranks if settings else 1)
+    return rank_environment(gpus, ranks), settings.cache if settings else CompileCacheConfig()
+
+
+def _capture_here(config: Path | None) -> tuple[dict[str, str], CompileCacheConfig | None]:
+    """Return the variables of an extraction's workers and the configuration of its compile cache."""
+    from flows.config import ExtractConfig, load_config
+    from flows.devices import visible_gpus
+    from flows.extract_steps import capture_slots, worker_slots
+
+    settings = None if config is None else load_config(ExtractConfig, config)
+    slots = worker_slots(()) if settings is None else capture_slots(settings)
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(slots[0]))}
+    return variables, settings.cache if settings else CompileCacheConfig()
 
 
 def describe(version: Version) -> dict[str, object]:

@@ -15,8 +15,17 @@ STRAY_AFTER_S = 6 * 3600.0
 """Objects without a manifest may belong to a publisher at work for this long."""
 
 
+def check_pin_name(name: str) -> None:
+    """Raise UserError unless a pin can have this very name."""
+    if slug(name) != name:
+        raise UserError(
+            f"{name!r} is no name of a pin: take letters, digits and . + - _, with neither a dot nor a dash "
+            "at the ends"
+        )
+
+
 def pin(store: Store, version: Version, name: str) -> None:
-    """Keep a version until `unpin(name)`. Raises UserError when it is gone already."""
+    """Keep a version until `unpin(slug(name))`. Raises UserError when it is gone already."""
     manifest = f"{version.folder}/{version.manifest_name}"
     store.put_bytes(f"{PINS}/{slug(name)}.json", json.dumps({"manifest": manifest}).encode(), overwrite=True)
     try:
@@ -27,8 +36,13 @@ def pin(store: Store, version: Version, name: str) -> None:
 
 
 def unpin(store: Store, name: str) -> None:
-    """Let a version go; silent when there is no such pin."""
-    store.delete(f"{PINS}/{slug(name)}.json")
+    """Let a version go. Raises UserError when nothing is pinned under this very name."""
+    key = f"{PINS}/{name}.json"
+    pins = sorted(info.key for info in store.list(f"{PINS}/"))
+    if key not in pins:
+        there = ", ".join(pin.removeprefix(f"{PINS}/").removesuffix(".json") for pin in pins) or "none"
+        raise UserError(f"no version in {store.uri} is pinned as {name!r}; pins: {there}")
+    store.delete(key)
 
 
 def prune(

@@ -85,7 +85,11 @@ def test_pinned_versions_stay(store: Store, tmp_path: Path) -> None:
     pinned = choose(store, ours, read_current(store, place_of(ours)), wish=old.name)
     assert pinned is not None and pinned.pins == ()
     assert [version.pins for version in list_versions(store)[0]] == [(), ("run-7",)]
-    unpin(store, "run 7")
+    with pytest.raises(UserError, match="pinned as 'run 7'; pins: run-7"):
+        unpin(store, "run 7")
+    unpin(store, "run-7")
+    with pytest.raises(UserError, match="pinned as 'run-7'; pins: none"):
+        unpin(store, "run-7")
     assert prune(store, versions=1, fingerprints=1) == {}, (
         "without a CURRENT it looks like one being published"
     )
