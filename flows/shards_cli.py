@@ -42,6 +42,8 @@ Threads = Annotated[int, typer.Option(min=1, help="Shards checked at a time.")]
 
 _ONLY_JSON = {"supervised", "row_groups", "object"}
 """Columns of `list` that a terminal has no room for."""
+_NEVER_CUT = 10_000
+"""Width that tables are laid out for: names are there to be copied; a narrow terminal wraps their lines."""
 
 
 class Look(StrEnum):
@@ -57,13 +59,18 @@ def list_shards(uri: Address, as_json: AsJson = False) -> None:
     """List the shards of a data set, or the data sets of a store."""
     store = open_store(uri)
     if not _holds(store, SPEC_KEY) and len(found := _datasets_in(store)) > 1:
-        rows = [_dataset_row(dataset) for dataset in found]
+        rows = [_dataset_row(child) for child in found]
     else:
         rows = _shard_rows(open_dataset(uri))
     if as_json:
         print(json.dumps(rows, indent=1))
-    else:
-        _print_table([{name: row[name] for name in row if name not in _ONLY_JSON} for row in rows])
+        return
+    sound = [row for row in rows if "problem" not in row]
+    if sound:
+        _print_table([{name: row[name] for name in row if name not in _ONLY_JSON} for row in sound])
+    for row in rows:
+        if "problem" in row:
+            typer.echo(f"! {row['data_set']}: {row['problem']}")
 
 
 @app.command()
@@ -155,10 +162,12 @@ def repair(
         print(json.dumps(result | {"next": command if waiting or inputs else None}, indent=1))
         return
     for finding in findings:
+        # Without the advice to do what is done here.
+        problem = finding.problem.partition(f"; `dflash shards repair {dataset.uri}`")[0]
         if finding.state == "corrupt":
-            typer.echo(f"{'would drop' if dry_run else 'dropped'} shard {finding.shard}: {finding.problem}")
+            typer.echo(f"{'would drop' if dry_run else 'dropped'} shard {finding.shard}: {problem}")
         if finding.state == "unchecked":
-            typer.echo(f"kept shard {finding.shard}: {finding.problem}")
+            typer.echo(f"kept shard {finding.shard}: {problem}")
     for key in removed:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {key}")
     for key in inputs:
@@ -223,16 +232,26 @@ def _holds(store: Store, key: str) -> bool:
     return True
 
 
-def _datasets_in(store: Store) -> list[Dataset]:
-    """Open what lies in a store, but nothing whose creation did not finish."""
+def _datasets_in(store: Store) -> list[Store]:
+    """Return the folders of a store that hold a data set, finished or not."""
     children = (store.child(folder) for folder in store.folders())
-    return [open_dataset(child.uri) for child in children if _holds(child, PLAN_KEY)]
+    return [child for child in children if _holds(child, SPEC_KEY) or _holds(child, PLAN_KEY)]
 
 
-def _dataset_row(dataset: Dataset) -> dict[str, Any]:
-    plan, missing = dataset.plan, dataset.missing()
+def _dataset_row(store: Store) -> dict[str, Any]:
+    """Describe the data set in a folder, or say as its "problem" why that cannot be done."""
+    name = store.uri.rpartition("/")[2]
+    if not _holds(store, PLAN_KEY):
+        return {"data_set": name, "problem": "no plan: its creation did not finish; run the extraction again"}
+    if not _holds(store, SPEC_KEY):
+        return {"data_set": name, "problem": f"damaged: {SPEC_KEY} is gone; put it back"}
+    try:
+        dataset = open_dataset(store.uri)
+        plan, missing = dataset.plan, dataset.missing()
+    except DatasetError as error:
+        return {"data_set": name, "problem": f"damaged: {error}"}
     return {
-        "data_set": dataset.uri.rpartition("/")[2],
+        "data_set": name,
         "target": dataset.spec.target.name,
         "codec": dataset.spec.codec,
         "samples": plan.samples,
@@ -352,7 +371,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(*[name.replace("_", " ") for name in names])
     for row in rows:
         table.add_row(*[_cell(row.get(name)) for name in names])
-    Console().print(table)
+    Console(width=_NEVER_CUT).print(table)
 
 
 def _cell(value: Any) -> str:

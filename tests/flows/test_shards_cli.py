@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 from dflash_core.configuration import UserError
 from flows.shards_cli import app
 from storage.dataset import Dataset, open_dataset
-from tests.storage.made import contents, made_dataset, made_samples, made_spec, write_missing, write_shard
+from tests.storage.made import (
+    TARGET,
+    contents,
+    made_dataset,
+    made_samples,
+    made_spec,
+    write_missing,
+    write_shard,
+)
 
 
 def call(*arguments: str, code: int = 0) -> str:
@@ -61,10 +69,41 @@ def test_list_of_a_store_with_several(tmp_path: Path) -> None:
     unfinished = made_dataset(tmp_path, made_spec("fp8"), made_samples(5))
     unfinished.store.delete("plan.json")
     write_missing(first)
+    (tmp_path / "compile-cache" / "v1").mkdir(parents=True)
+    damaged = made_dataset(tmp_path, made_spec("tolerance=0.2"), made_samples(5))
+    damaged.store.put_bytes("plan.json", b'{"torn', overwrite=True)
+    headless = made_dataset(tmp_path, made_spec("tolerance=0.3"), made_samples(5))
+    headless.store.delete("dataset.json")
     rows = call_json("list", str(tmp_path))
-    assert {(row["codec"], row["sealed"]) for row in rows} == {("tolerance=0.1", True), ("lossless", False)}
+    sound = [row for row in rows if "problem" not in row]
+    assert {(row["codec"], row["sealed"]) for row in sound} == {("tolerance=0.1", True), ("lossless", False)}
+    problems = {row["data_set"]: row["problem"] for row in rows if "problem" in row}
+    words = {
+        unfinished: "no plan",
+        damaged: "plan.json is damaged: remove it",
+        headless: "dataset.json is gone",
+    }
+    assert problems.keys() == {dataset.uri.rpartition("/")[2] for dataset in words}
+    assert all(found in problems[dataset.uri.rpartition("/")[2]] for dataset, found in words.items())
+    listed = call("list", str(tmp_path))
+    assert all(f"! {name}: {problem}\n" in listed for name, problem in problems.items())
     with pytest.raises(UserError, match="several"):
         call("show", str(tmp_path))
+
+
+def test_names_are_listed_whole_however_narrow_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    target = TARGET.model_copy(update={"name": "a-target-with-a-name-longer-than-forty-columns"})
+    made = [
+        made_dataset(tmp_path, made_spec(codec, target=target), made_samples(5))
+        for codec in ("fp8", "lossless")
+    ]
+    listed = call("list", str(tmp_path))
+    for dataset in made:
+        (line,) = [line for line in listed.splitlines() if dataset.uri.rpartition("/")[2] in line]
+        assert target.name in line
 
 
 def test_a_sound_one_is_verified(dataset: Dataset) -> None:
@@ -101,7 +140,8 @@ def test_damage_is_found_and_mended(dataset: Dataset) -> None:
         assert verdict["good"] == len(objects) - 1
         assert call_json("repair", dataset.uri, "--dry-run")["dropped"] == [0]
         assert call_json("verify", dataset.uri, code=1)["corrupt"] == verdict["corrupt"]
-        assert "writes just shards 0" in call("repair", dataset.uri)
+        repaired = call("repair", dataset.uri)
+        assert "writes just shards 0" in repaired and "dflash shards repair" not in repaired
         again = open_dataset(dataset.uri)
         assert not again.sealed and again.missing() == [0]
         assert call_json("verify", dataset.uri, code=1)["missing"] == [0]

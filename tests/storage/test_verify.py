@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dflash_core.configuration import UserError
 from flows.shards_cli import app
 from storage.dataset import Dataset, open_dataset
 from storage.verify import damaged_inputs, named_now, verify_dataset
@@ -44,6 +46,18 @@ def test_a_damaged_input_condemns_no_shard(dataset: Dataset, lost: bool) -> None
     again = made_dataset(dataset.uri.rpartition("/")[0], made_spec(), made_samples(15))
     again.seal()
     assert contents(dataset.store) == good
+
+
+def test_a_damaged_seal_is_written_anew_by_the_extraction_alone(dataset: Dataset) -> None:
+    good = contents(dataset.store)
+    plan = hashlib.sha256(good["plan.json"]).hexdigest()
+    for seal in (b'{"torn', good["manifest.json"].replace(plan.encode(), b"0" * 64)):
+        dataset.store.put_bytes("manifest.json", seal, overwrite=True)
+        for command in ("verify", "repair"):
+            with pytest.raises(UserError, match=r"manifest\.json is damaged .*: run the extraction again"):
+                CliRunner().invoke(app, [command, dataset.uri], catch_exceptions=False)
+        open_dataset(dataset.uri).seal()
+        assert contents(dataset.store) == good
 
 
 def test_the_shortest_look_reads_no_input(dataset: Dataset) -> None:
