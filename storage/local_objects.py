@@ -27,6 +27,7 @@ from storage.object_store import (
 _TEMPORARY = ".tmp-"
 _LOCK = ".lock"
 _COPY_BYTES = 4 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LocalStore:
@@ -86,10 +87,24 @@ class LocalStore:
         above = (target.parent, *target.parent.parents)
         for folder in reversed([*takewhile(lambda folder: not folder.is_dir(), above)]):
             with suppress(FileExistsError):
-                folder.mkdir()
-                self._made.add(folder)
+                self._make(folder)
         if not overwrite and target.exists():  # saves the work; the link below is what decides
             raise FileExistsError(target)
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir()
+        except (FileExistsError, NotADirectoryError):
+            raise
+        except OSError as error:
+            above = folder.parent
+            removed = isinstance(error, FileNotFoundError) and (above in self._made or not above.is_dir())
+            if removed or error.errno in _FULL:
+                raise
+            raise StoreError(
+                f"the folder {folder} cannot be made: {error.strerror}; name another folder for the store"
+            ) from None
+        self._made.add(folder)
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[tuple[Path, BinaryIO]]:
@@ -206,8 +221,12 @@ class LocalStore:
             raise ObjectNotFound(f"{what}: there is no such object") from None
         except FileExistsError:
             raise ObjectExists(f"{what}: the key is taken") from None
+        except NotADirectoryError as error:
+            files = [path for path in (self._root / key).parents if path.is_file()]
+            why = f"{files[0]} is a file; name a folder for the store" if files else error.strerror
+            raise StoreError(f"{what} failed: {why}") from None
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            full = error.errno in _FULL
             mend = "; free some space, then run the same command again" if full else ""
             raise StoreError(f"{what} failed: {error.strerror}{mend}") from None
 

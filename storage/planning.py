@@ -82,7 +82,10 @@ def write_plan(
         index.finish()
         index_sha256 = _publish_same(store, INDEX_KEY, file, created)
     if not planned:
-        raise DatasetError("there is not one usable sample: the data set would be empty")
+        raise DatasetError(
+            f"the input gives not one sample, so {store.uri} would be empty: see that it holds chats, and "
+            "that the settings of `chat` and `limit` leave some of them"
+        )
     plan = Plan(
         fingerprint=spec.fingerprint,
         samples=sum(shard.samples for shard in planned),

@@ -175,6 +175,18 @@ def test_files_have_the_usual_mode_however_they_were_published(tmp_path: Path) -
     assert len(modes) == 1
 
 
+@pytest.mark.parametrize("key", ["k", "made/k"])
+def test_a_store_that_cannot_be_a_folder_is_named(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    store = open_store(file)
+    for attempt in (lambda: store.put_bytes(key, b""), lambda: store.get(key), lambda: store.head(key)):
+        with pytest.raises(StoreError, match=f"{file} is a file; name a folder"):
+            attempt()
+    with pytest.raises(StoreError, match=r"the folder /proc/nowhere cannot be made: .*; name another"):
+        open_store("/proc/nowhere").put_bytes(key, b"")
+
+
 @pytest.mark.parametrize("key", ["/etc/passwd", "../x", "a//b", "", "a/../../b"])
 def test_bad_keys(store: Store, key: str) -> None:
     with pytest.raises(StoreError):
