@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -165,22 +166,22 @@ def prefect_api() -> Iterator[Finding]:
 
 
 def object_store(uri: str) -> Iterator[Finding]:
-    """Write, refuse to overwrite, read whole and by range, and delete one small object."""
+    """Write, refuse to overwrite, read whole and by range, and delete one small object; nothing stays."""
     from storage.objects import ObjectExists, StoreConfig, StoreError, open_store
 
     key, data = f"doctor/{uuid.uuid4().hex}", b"dflash doctor"
     try:
         store = open_store(uri, StoreConfig(patience=PATIENCE_S))
-        store.put_bytes(key, data)
-        try:
-            store.put_bytes(key, b"a second writer")
-            kept = False
-        except ObjectExists:
-            kept = store.get(key) == data
-        try:
+        with contextlib.ExitStack() as clean_up:
+            clean_up.callback(store.remove_folders)
+            store.put_bytes(key, data)
+            clean_up.callback(store.delete, key)
+            try:
+                store.put_bytes(key, b"a second writer")
+                kept = False
+            except ObjectExists:
+                kept = store.get(key) == data
             store.get_range(key, 7, 6)
-        finally:
-            store.delete(key)
     except StoreError as error:
         yield Finding("store", "broken", str(error), "check the address, AWS_ENDPOINT_URL and the AWS_* keys")
         return
@@ -212,9 +213,13 @@ def recorded_versions(run: str) -> dict[str, str]:
     if path.is_dir() and (path / "report.json").exists():
         path = path / "report.json"
     if path.is_file():
-        found: Any = json.loads(path.read_text())
-        if not isinstance(found.get("versions"), dict):
-            raise UserError(f"{path} records no versions; give a report.json or a data set's address")
+        wanted = "give a report.json or a data set's address"
+        try:
+            found: Any = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON ({error}); {wanted}") from None
+        if not isinstance(found, dict) or not isinstance(found.get("versions"), dict):
+            raise UserError(f"{path} records no versions; {wanted}")
         return {str(name): str(version) for name, version in found["versions"].items()}
     from storage.dataset import open_dataset
 

@@ -19,7 +19,10 @@ from storage.dataset_spec import software_versions
 def test_stores_are_tried_out(tmp_path: Path, s3_uri: str) -> None:
     for uri in (str(tmp_path / "store"), s3_uri):
         assert [finding.state for finding in object_store(uri)] == ["ok"]
-    assert not list((tmp_path / "store").rglob("doctor/*"))
+    assert not list(tmp_path.iterdir()), "what it made is gone"
+    (tmp_path / "kept").mkdir()
+    assert [finding.state for finding in object_store(str(tmp_path / "kept" / "new" / "store"))] == ["ok"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
     (broken,) = object_store("ftp://nowhere")
     assert broken.state == "broken" and "ftp" in broken.what and broken.remedy
 
@@ -35,6 +38,10 @@ def test_versions_are_compared_with_a_run_and_a_data_set(tmp_path: Path, sealed:
     report.write_text("{}")
     with pytest.raises(UserError, match="records no versions"):
         list(differences(str(report)))
+    for text, words in (("", "is not JSON"), ("a: b", "is not JSON"), ("[]", "records no versions")):
+        report.write_text(text)
+        with pytest.raises(UserError, match=rf"report\.json {words}.*give a report\.json"):
+            list(differences(str(report)))
 
 
 def test_everything_that_is_not_well_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
