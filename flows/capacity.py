@@ -209,7 +209,7 @@ def bottlenecks(write: float, read: float, network: float) -> tuple[str, ...]:
     for stage, rate in (("extraction", write), ("training", read)):
         share = rate / network
         if share > 1:
-            sentences.append(f"{stage} is limited by the network: its GPUs ask for {share:.1f} times of it")
+            sentences.append(f"{stage} is limited by the network: its GPUs could use {share:.0%} of it")
         else:
             sentences.append(f"{stage} is limited by the GPUs: it needs {share:.0%} of the network")
     return tuple(sentences)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,13 @@ class Commands(TyperGroup):
         except UserError as error:
             typer.echo(f"error: {error}", err=True)
             sys.exit(USER_ERROR)
+
+
+def finite(value: float) -> float:
+    """Refuse nan and inf, which pass for numbers within bounds."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
 
 
 app = typer.Typer(
@@ -118,16 +126,19 @@ def plan(
         Path, typer.Option("--extract", help="YAML file of the extraction.", metavar="FILE")
     ],
     training: Annotated[Path, typer.Option("--train", help="YAML file of the training run.", metavar="FILE")],
-    tokens: Annotated[float, typer.Option(help="Tokens of the data set.")] = 1e9,
+    tokens: Annotated[float, typer.Option(min=1, callback=finite, help="Tokens of the data set.")] = 1e9,
     extraction_gpus: Annotated[
         int | None,
-        typer.Option("--extract-gpus", help="Default: as configured, else those of this machine, else 1."),
+        typer.Option(
+            "--extract-gpus", min=1, help="Default: as configured, else those of this machine, else 1."
+        ),
     ] = None,
     training_gpus: Annotated[
-        int | None, typer.Option("--train-gpus", help="Default: as for extraction.")
+        int | None, typer.Option("--train-gpus", min=1, help="Default: as for extraction.")
     ] = None,
     network_gbit: Annotated[
-        float, typer.Option(min=0.001, help="Between the store and all GPUs of a stage together.")
+        float,
+        typer.Option(min=0.001, callback=finite, help="Between the store and all GPUs of a stage together."),
     ] = 25.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -154,9 +165,9 @@ def plan(
 
 @app.command()
 def up(
-    port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect server.")] = 4200,
     host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",
-    limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 2,
     logs: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("runs/up"),
 ) -> None:
     """Start a Prefect server with a worker and the deployments on this machine; Ctrl-C stops it."""
@@ -167,7 +178,7 @@ def up(
 
 @app.command()
 def join(
-    limit: Annotated[int, typer.Option(help="Flow runs at a time.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 2,
     healthcheck: Annotated[bool, typer.Option(help="Answer GET /health on port 8080.")] = False,
 ) -> None:
     """Work for the Prefect server at PREFECT_API_URL: register the deployments, take runs; Ctrl-C stops."""
@@ -199,8 +210,9 @@ def respond(config: ConfigFile) -> None:
     from flows.respond import RespondConfig
     from flows.respond import respond as run
 
-    report = run(load_config(RespondConfig, config), show_progress)
-    typer.echo(f"\n{report.written} written, {report.resumed} found, {sum(report.bad.values())} bad")
+    with progress_line() as show_progress:
+        report = run(load_config(RespondConfig, config), show_progress)
+    typer.echo(f"{report.written} written, {report.resumed} found, {sum(report.bad.values())} bad")
 
 
 @app.command()
@@ -212,8 +224,8 @@ def evaluate(config: ConfigFile) -> None:
     from flows.evaluate import evaluate as run
 
     settings = load_config(EvaluateConfig, config)
-    report = run(settings, show_progress)
-    typer.echo(err=True)  # ends the line of the progress
+    with progress_line() as show_progress:
+        report = run(settings, show_progress)
     print_report(report)
     typer.echo(f"acceptance.json and acceptance.png are in {settings.output}")
     check_gates(report, settings.minimum_acceptance_length, require_lossless=settings.require_lossless)
@@ -240,9 +252,21 @@ def parse_numbers(text: str) -> list[int]:
         raise UserError(f"--only takes numbers of shards with commas between them, not {text!r}") from None
 
 
-def show_progress(done: int, total: int | None) -> None:
-    """Rewrite one line of the terminal."""
-    typer.echo(f"\r{done} of {total if total is not None else '?'}", nl=False, err=True)
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[int, int | None], None]]:
+    """Give what rewrites one line of the terminal; the line ends with the block, also before an error."""
+    begun = False
+
+    def show(done: int, total: int | None) -> None:
+        nonlocal begun
+        begun = True
+        typer.echo(f"\r{done} of {total if total is not None else '?'}", nl=False, err=True)
+
+    try:
+        yield show
+    finally:
+        if begun:
+            typer.echo(err=True)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def test_hours_are_those_of_the_slowest_part(extract_config: MakeExtract, train_
     assert all("limited by the GPUs" in sentence for sentence in fast.bottlenecks)
     slow = capacity(extract, train, 1e6, Rates(network_gbit=8e-3))  # 1 MB/s
     assert all("limited by the network" in sentence for sentence in slow.bottlenecks)
-    assert f"ask for {fast.write_mb_per_s:.1f} times of it" in slow.bottlenecks[0]
+    assert f"could use {fast.write_mb_per_s:.0%} of it" in slow.bottlenecks[0]
     assert slow.write_mb_per_s == slow.read_mb_per_s == pytest.approx(1.0)
     assert slow.extraction_tokens_per_s == pytest.approx(1e6 / slow.bytes_per_token)
     assert slow.extraction_hours == pytest.approx(slow.stored_bytes / 1e6 / 3600)
@@ -109,5 +109,14 @@ def test_the_command_needs_nothing_of_the_target_but_its_configuration(
     result = CliRunner().invoke(app, [*command, "--train-gpus", "3"])
     assert result.exit_code == 0 and "TB" in result.output and "limited by the" in result.output
     assert f"{gpu_count(None, [])} for extraction, 3 for training" in result.output
+    for option, numbers in {
+        "--tokens": ("-5", "0", "nan", "inf"),
+        "--extract-gpus": ("-3", "0"),
+        "--train-gpus": ("-3", "0"),
+        "--network-gbit": ("-1", "0", "nan", "inf"),
+    }.items():
+        for number in numbers:
+            refused = CliRunner().invoke(app, [*command, option, number])
+            assert refused.exit_code == 2 and f"Invalid value for '{option}'" in refused.output
     values = json.loads(CliRunner().invoke(app, [*command, "--json", "--tokens", "1e6"]).output)
     assert values["stored_bytes"] == pytest.approx(1e6 * values["bytes_per_token"])
