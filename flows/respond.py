@@ -18,11 +18,12 @@ from pydantic import Field, model_validator
 
 from dflash_core.chat import ChatConfig
 from dflash_core.configuration import Config, UserError, fingerprint
-from dflash_core.distributed import own_device
 from dflash_core.messages import ChatError, normalise, own_id
 from dflash_core.respond import GenerationSettings, Responder
+from dflash_core.target_identity import TargetName
 from flows.answer import Answer, EndpointConfig, LocalAnswers, endpoint_answers
 from flows.conversation import Conversation, answer_turns
+from flows.machine import named_device, output_folder
 from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 
 __all__ = ["EndpointConfig", "RespondConfig", "RespondReport", "respond"]
@@ -39,7 +40,7 @@ class RespondConfig(Config):
     """Files, folders or data set names (see storage.chats.read_chats)."""
     output: str
     """Folder of part-00000.jsonl ...; finished parts are not done again."""
-    target: str | None = None
+    target: TargetName | None = None
     """Folder or hub name: answer with transformers on this machine. Give this or `endpoint`."""
     revision: str | None = None
     """Hub revision of `target`."""
@@ -65,22 +66,25 @@ class RespondConfig(Config):
     @model_validator(mode="after")
     def _one_source(self) -> RespondConfig:
         if (self.target is None) == (self.endpoint is None):
-            raise ValueError("give either target (a folder or hub name) or endpoint (a server), not both")
+            given = "neither is" if self.target is None else "both are"
+            raise ValueError(
+                f"give either target (a folder or hub name) or endpoint (a server): {given} given"
+            )
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class RespondReport:
-    """What a run did, finished parts of earlier runs included."""
+    """What a run did, and what it found of earlier runs."""
 
     parts: list[str]
     """Output files, in order."""
     written: int
-    """Records in them."""
+    """Records in them that this run wrote."""
     resumed: int
-    """Of which earlier runs had written."""
+    """Records in them that earlier runs had written."""
     bad: dict[str, int]
-    """Records without an output, by reason."""
+    """Records without an output, by reason, those of earlier runs included."""
     tokens: int
     """Tokens that the target wrote in this run."""
     seconds: float
@@ -92,11 +96,10 @@ def respond(
     """Write one record a chat, with every response by the target; resumes where an earlier run ended.
 
     `progress(records done, records in all if known)` is called as it goes. Raise UserError when the output
-    folder belongs to other settings, or too many records are unusable.
+    folder cannot be made or belongs to other settings, or too many records are unusable.
     """
     start = time.monotonic()
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = output_folder(config.output)
     _claim(folder, config)
     answer: Answer | None = None
     parts, seen, resumed, tokens = [], 0, 0, 0
@@ -118,7 +121,7 @@ def respond(
     _check_problems(folder, len(parts), seen, config.max_bad_fraction)
     return RespondReport(
         parts=parts,
-        written=sum(_count_lines(Path(part)) for part in parts),
+        written=sum(_count_lines(Path(part)) for part in parts) - resumed,
         resumed=resumed,
         bad=dict(Counter(problem["reason"] for problem in _problems(folder, len(parts)))),
         tokens=tokens,
@@ -130,9 +133,7 @@ def _open_answer(config: RespondConfig, told: Callable[[int], None] | None) -> A
     if config.endpoint is not None:
         return endpoint_answers(config.endpoint, config.chat, config.generation)
     assert config.target is not None
-    device = config.device
-    if device == "auto":
-        device = own_device()
+    device = named_device(config.device)
     dtype, alive = getattr(torch, config.dtype), partial(told, 0) if told else None
     responder = Responder(config.target, config.revision, config.chat, device, dtype, alive)
     return LocalAnswers(responder, config.generation, config.batch_size)
@@ -177,7 +178,7 @@ def _write_part(
 
 def _conversation(record: dict[str, Any], where: str) -> Conversation:
     if isinstance(record, UnreadableRecord):
-        raise ChatError("not JSON", record.error)
+        raise ChatError("unreadable", record.error)
     messages, tools = normalise(record, to_answer=True)
     return Conversation(own_id(record), where, messages, tools)
 
@@ -221,24 +222,31 @@ def _check_problems(folder: Path, num_parts: int, seen: int, max_bad_fraction: f
 
 
 def _claim(folder: Path, config: RespondConfig) -> None:
-    """Bind the folder to what decides its content, so that a changed run cannot continue it."""
+    """Bind the folder to what decides its content, so that a changed run cannot continue it.
+
+    One that holds no answer yet is bound anew.
+    """
     settings = config.model_dump(mode="json", exclude={"output", "max_bad_fraction", "device", "limit"})
     if config.endpoint is not None:
         settings["endpoint"] = config.endpoint.model
     identity = {"settings": settings, "inputs": input_fingerprint(config.inputs)}
     claim = {"fingerprint": fingerprint(identity), **identity}
     path = folder / "_settings.json"
-    if not path.exists():
-        _write_whole(path, [json.dumps(claim, indent=2, ensure_ascii=False)])
-        return
-    before = json.loads(path.read_text("utf-8"))
-    if before["fingerprint"] != claim["fingerprint"]:
-        changed = [key for key in settings if before["settings"].get(key) != settings[key]]
-        what = ", ".join(changed) or "the content of the inputs"
-        raise UserError(
-            f"{folder} was begun with other settings (changed: {what}); "
-            "choose another output folder, or delete this one to start over"
-        )
+    if path.exists():
+        before = json.loads(path.read_text("utf-8"))
+        if before["fingerprint"] == claim["fingerprint"]:
+            return
+        parts = list(folder.glob("part-*"))
+        if any(part.stat().st_size for part in parts):
+            changed = [key for key in settings if before["settings"].get(key) != settings[key]]
+            what = ", ".join(changed) or "the content of the inputs"
+            raise UserError(
+                f"{folder} was begun with other settings (changed: {what}); "
+                "choose another output folder, or delete this one to start over"
+            )
+        for part in parts:
+            part.unlink()
+    _write_whole(path, [json.dumps(claim, indent=2, ensure_ascii=False)])
 
 
 def _write_whole(path: Path, lines: list[str]) -> None:

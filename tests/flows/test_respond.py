@@ -163,11 +163,12 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path, server: Server) 
     assert sorted(path.name for path in (tmp_path / "out").glob("part-*")) == ["part-00000.jsonl"]
     server.failures = []
     again = respond(config)
-    assert (again.written, again.resumed) == (5, 2)
+    assert (again.written, again.resumed) == (3, 2)
     assert read_output(again) == read_output(whole)
     assert len(server.asked) - asked <= 5 + 2
     before = len(server.asked)
-    assert respond(config).resumed == 5
+    found = respond(config)
+    assert (found.written, found.resumed) == (0, 5)
     assert len(server.asked) == before, "a finished run asks nothing"
 
 
@@ -183,7 +184,7 @@ def test_a_part_that_a_smaller_limit_cut_short_is_written_anew(tmp_path: Path, s
         cut = respond(config.model_copy(update={"limit": limit}))
         assert cut.written + sum(cut.bad.values()) == limit
     again = respond(config)
-    assert 0 < again.resumed < again.written, "the part that was whole is kept"
+    assert again.resumed and again.resumed + again.written == whole.written, "the part that was whole is kept"
     assert again.bad == whole.bad and read_output(again) == read_output(whole)
     before = len(server.asked)
     respond(config.model_copy(update={"limit": 2}))
@@ -221,7 +222,7 @@ def test_passing_trouble_is_tried_again_and_refusals_are_counted(tmp_path: Path,
     config = settings(tmp_path, source, endpoint=endpoint, max_bad_fraction=0.6)
     report = respond(config)
     assert report.written == 2
-    assert report.bad == {"server refused": 1, "bad JSON": 1, "not JSON": 1}
+    assert report.bad == {"server refused": 1, "bad JSON": 1, "unreadable": 1}
     with pytest.raises(UserError, match=r"3 of 5 records cannot be used[\s\S]*chats.jsonl:2: server refused"):
         respond(config.model_copy(update={"max_bad_fraction": 0.1}))
 
@@ -261,9 +262,40 @@ def test_another_configuration_cannot_continue_a_folder(tmp_path: Path, tiny_tar
         respond(config)
 
 
+@pytest.mark.parametrize("unusable", ["\n", "{broken\n"])
+def test_a_folder_without_answers_belongs_to_nobody(
+    tmp_path: Path, tiny_target_dir: Path, unusable: str
+) -> None:
+    config = settings(tmp_path, str(tmp_path / "chats.jsonl"), target=str(tiny_target_dir))
+    (tmp_path / "chats.jsonl").write_text(unusable)
+    with pytest.raises(UserError, match=r"hold no records|1 of 1 records cannot be used"):
+        respond(config)
+    write_input(tmp_path, [chat("one")])
+    report = respond(config)
+    assert (report.written, report.resumed, report.bad) == (1, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"output": "a file"}, "output a file cannot be made: File exists"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not here: name cpu"),
+    ],
+)
+def test_what_cannot_be_had_is_said_before_the_target_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a file").touch()
+    with pytest.raises(UserError, match=words):
+        respond(settings(tmp_path, write_input(tmp_path, [chat("one")]), target="./no target", **change))
+
+
 def test_either_target_or_endpoint() -> None:
-    with pytest.raises(ValidationError, match="either target"):
+    with pytest.raises(ValidationError, match=r"either target .*: neither is given"):
         RespondConfig(inputs=("x",), output="y")
+    with pytest.raises(ValidationError, match=r"either target .*: both are given"):
+        RespondConfig(inputs=("x",), output="y", target="t", endpoint=EndpointConfig(url="u", model="m"))
 
 
 def test_every_turn_is_written_anew_upon_the_targets_own_history(responder: Responder) -> None:
