@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class FamilyResult:
     speculative_seconds: float
     differences: list[tuple[int, Difference]]
     """(prompt number, first difference) of every text that is not the plain target's."""
+    passed_over: dict[str, int] = field(default_factory=dict)
+    """Chats before the last of the prompts that gave none, by reason."""
 
     @property
     def lossless(self) -> bool:
@@ -46,6 +48,7 @@ class FamilyResult:
         return {
             **self.stats.report(),
             "prompts": self.prompts,
+            "passed_over": self.passed_over,
             "new_tokens": self.new_tokens,
             "speed_up": self.plain_seconds / self.speculative_seconds if timed else None,
             "plain_seconds": self.plain_seconds,
@@ -136,6 +139,16 @@ def difference_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def passed_over_lines(report: dict[str, Any]) -> list[str]:
+    """Say of each family how many chats gave no prompt, and why."""
+    lines = []
+    for name, family in report["families"].items():
+        if reasons := family["passed_over"]:
+            told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            lines.append(f"{name}: chats passed over: {told}")
+    return lines
+
+
 def _candidates(found: dict[str, Any] | None) -> str:
     """Tokens with their logits, best first."""
     if found is None:
@@ -146,7 +159,7 @@ def _candidates(found: dict[str, Any] | None) -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print the table of families on the terminal, and below it the texts that differ."""
+    """Print the table of families on the terminal; below it what was passed over, and texts that differ."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -179,7 +192,7 @@ def print_report(report: dict[str, Any]) -> None:
             text_verdict(family),
         )
     console.print(table)
-    for line in difference_lines(report):
+    for line in [*passed_over_lines(report), *difference_lines(report)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

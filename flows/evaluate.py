@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ from dflash_core.acceptance import first_difference, stats_of
 from dflash_core.cached_target import CachedTarget
 from dflash_core.chat import ChatConfig, ChatEncoder
 from dflash_core.configuration import Config, UserError
-from dflash_core.distributed import own_device
 from dflash_core.export import load_exported
 from dflash_core.messages import ChatError, normalise
 from dflash_core.respond import Responder
@@ -28,9 +28,10 @@ from dflash_core.speculative import (
     greedy_generate,
     speculative_generate,
 )
-from dflash_core.target_identity import target_spec
+from dflash_core.target_identity import TargetName, load_tokenizer, target_spec
 from flows.acceptance_report import FamilyResult, make_report, write_report
-from storage.chats import read_chats
+from flows.machine import named_device, output_folder
+from storage.chats import UnreadableRecord, read_chats
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Progress = Callable[[int, int | None], None]
@@ -39,28 +40,28 @@ Progress = Callable[[int, int | None], None]
 class EvaluateConfig(Config):
     """What to measure, on what, and what is good enough."""
 
-    target: str
+    target: TargetName
     """Folder or hub name of the target."""
     revision: str | None = None
     """Hub revision of the target."""
     drafter: Path
     """Exported drafter folder."""
-    prompts: dict[str, str]
+    prompts: dict[str, str] = Field(min_length=1)
     """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     output: Path
-    """Folder that gets acceptance.json and acceptance.png."""
+    """Folder that gets acceptance.json and acceptance.png; those of an earlier run are replaced."""
     chat: ChatConfig = ChatConfig()
     """Template settings; must be those that the drafter was trained and will be served with."""
     prompts_per_family: int = Field(default=16, ge=1)
     """The first so many usable chats of each family."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
-    """Longer prompts are passed over."""
+    """Longer prompts are passed over, and counted."""
     max_new_tokens: int = Field(default=256, ge=2)
     temperature: float = Field(default=0.0, ge=0)
     """0 decodes greedily and compares with the plain target; above 0 there is nothing to compare."""
     drafts: DraftChoice = "argmax"
     """With a temperature: propose the drafter's argmax, or a sample."""
-    minimum_acceptance_length: float | None = None
+    minimum_acceptance_length: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     """The run fails when any family stays below this."""
     require_lossless: bool = True
     """The run fails when a text differs from the plain target's by more than a floating-point tie."""
@@ -69,10 +70,10 @@ class EvaluateConfig(Config):
     must be
     equal), 0.0001 for float32 on a GPU, 0.02 for bfloat16 (whose steps are 0.4 to 0.8 per cent)."""
     device: str = "auto"
-    """"auto" is the first GPU, or the CPU."""
+    """"cpu", "cuda", "cuda:1" ...; "auto" is the first GPU, or the CPU."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Arithmetic of target and drafter."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of sampling."""
 
 
@@ -80,33 +81,35 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     """Measure real speculative decoding on every family; write acceptance.json and acceptance.png.
 
     `progress` is told (prompts done, prompts in all; None while the target is read). Returns the report,
-    which the caller shows and then gives to `check_gates`. Raises UserError when drafter and target do not
-    belong together or a family has no usable prompt.
+    which the caller shows and then gives to `check_gates`. Raises UserError, before the target is loaded,
+    when drafter and target do not belong together, a family has no usable prompt, or device or output cannot
+    be had.
     """
     started = time.perf_counter()
-    device = _device(config.device)
+    device = named_device(config.device)
     dtype = _DTYPES[config.dtype]
+    output = output_folder(config.output)
     spec = target_spec(config.target, config.revision, None)
-    drafter = load_exported(config.drafter, target=spec, device=device, dtype=dtype)
+    encoder = ChatEncoder(load_tokenizer(config.target, config.revision), config.chat)
+    families = {name: read_prompts(name, source, encoder, config) for name, source in config.prompts.items()}
+    total = sum(len(prompts) for prompts, _ in families.values())
+    drafter = load_exported(config.drafter.expanduser(), target=spec, device=device, dtype=dtype)
     alive = partial(progress, 0, None) if progress is not None else None
     responder = Responder(config.target, config.revision, config.chat, device, dtype, alive)
-    families = {
-        name: read_prompts(source, responder.encoder, config) for name, source in config.prompts.items()
-    }
-    total = sum(len(prompts) for prompts in families.values())
     results: dict[str, FamilyResult] = {}
     done = 0
     with CachedTarget(responder.model, drafter.config.tap_layer_ids) as target:
         proposer = DrafterProposer(drafter, target)
-        _warm_up(target, proposer, next(iter(families.values()))[0], config)
-        for name, prompts in families.items():
+        _warm_up(target, proposer, next(iter(families.values()))[0][0], config)
+        for name, (prompts, passed_over) in families.items():
             before = done
 
             def told(count: int, before: int = before) -> None:
                 if progress is not None:
                     progress(before + count, total)
 
-            results[name] = measure(target, proposer, prompts, config, responder.stop_ids, told)
+            measured = measure(target, proposer, prompts, config, responder.stop_ids, told)
+            results[name] = replace(measured, passed_over=dict(passed_over.most_common()))
             done += len(prompts)
     settings = {
         **config.model_dump(
@@ -117,32 +120,50 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     }
     greedy = config.temperature == 0
     report = make_report(results, drafter.config.block_size, greedy=greedy, settings=settings)
-    write_report(report, config.output)
+    write_report(report, output)
     return report
 
 
-def read_prompts(source: str, encoder: ChatEncoder, config: EvaluateConfig) -> list[list[int]]:
-    """Token ids of the first `prompts_per_family` usable prompts. Raises UserError when there is none."""
-    prompts = list(islice(_prompts(source, encoder, config.max_prompt_tokens), config.prompts_per_family))
-    if not prompts:
-        raise UserError(
-            f"{source} has no usable prompt: each chat needs a user turn, and at most "
-            f"{config.max_prompt_tokens} tokens before its last answer"
-        )
-    return prompts
-
-
-def _prompts(source: str, encoder: ChatEncoder, longest: int) -> Iterator[list[int]]:
-    for record, _ in read_chats(source):
+def read_prompts(
+    family: str, source: str, encoder: ChatEncoder, config: EvaluateConfig
+) -> tuple[list[list[int]], Counter[str]]:
+    """Token ids of the first `prompts_per_family` usable prompts; by reason, how many chats before the last
+    of them were passed over. Raises UserError when no prompt is usable.
+    """
+    prompts: list[list[int]] = []
+    passed_over: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for record, where in read_chats(source):
         try:
-            messages, tools = normalise(record, to_answer=True)
-            roles = [message["role"] for message in messages]
-            last = len(roles) - 1 - roles[::-1].index("assistant")
-            ids = encoder.prompt_ids(messages[:last], tools)
-        except ChatError:
-            continue
-        if "user" in roles[:last] and len(ids) <= longest:
-            yield ids
+            prompts.append(_prompt(record, encoder, config.max_prompt_tokens))
+        except ChatError as error:
+            passed_over[error.reason] += 1
+            first.setdefault(error.reason, f"{where}: {error.detail}")
+        if len(prompts) == config.prompts_per_family:
+            break
+    if not prompts:
+        why = "; ".join(
+            f"{count} {reason} (the first is {first[reason]})" for reason, count in passed_over.most_common()
+        )
+        raise UserError(
+            f"prompts: {family!r} names {source}, which has no usable prompt: {why or 'it holds no chats'}"
+        )
+    return prompts, passed_over
+
+
+def _prompt(record: dict[str, Any], encoder: ChatEncoder, longest: int) -> list[int]:
+    """What precedes the last answer. Raises ChatError."""
+    if isinstance(record, UnreadableRecord):
+        raise ChatError("unreadable", record.error)
+    messages, tools = normalise(record, to_answer=True)
+    roles = [message["role"] for message in messages]
+    last = len(roles) - 1 - roles[::-1].index("assistant")
+    if "user" not in roles[:last]:
+        raise ChatError("without a user turn", f"before the last answer are {roles[:last]}")
+    ids = encoder.prompt_ids(messages[:last], tools)
+    if len(ids) > longest:
+        raise ChatError("too long", f"{len(ids)} tokens, more than max_prompt_tokens {longest}")
+    return ids
 
 
 def measure(
@@ -204,9 +225,3 @@ def _tolerance(config: EvaluateConfig, device: torch.device) -> float:
     if config.dtype == "bfloat16":
         return 0.02
     return 0.0 if device.type == "cpu" else 1e-4
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device(own_device())
-    return torch.device(name)

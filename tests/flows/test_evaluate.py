@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from dflash_core.cached_target import CachedTarget
@@ -95,6 +96,7 @@ def test_report_plot_and_table(
     assert told == [(i, 6) for i in range(1, 7)], "the chat without a user turn is passed over"
     assert report["lossless"] is True
     assert report["families"]["first"]["equal_texts"] == 3
+    assert report["families"]["first"]["passed_over"] == {"without a user turn": 1}
     assert 1 <= report["acceptance_length"] <= 4
     assert report["blocks"] == sum(family["blocks"] for family in report["families"].values())
     saved = json.loads((tmp_path / "out" / "acceptance.json").read_text())
@@ -104,6 +106,7 @@ def test_report_plot_and_table(
     print_report(report)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("first", "second", "all", "equal"))
+    assert "second: chats passed over: 1 without a user turn\n" in printed
     assert text_verdict(report) == "equal" and not difference_lines(report)
 
 
@@ -297,8 +300,82 @@ def test_another_target_is_refused(drafter_dir: Path, tmp_path: Path) -> None:
 def test_a_family_without_prompts_is_refused(
     tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="no usable prompt"):
+    with pytest.raises(
+        UserError, match=r"'first' .* no usable prompt: 3 too long \(.*chats\.jsonl:1: \d+ tok"
+    ):
         evaluate(settings(tiny_target_dir, drafter_dir, tmp_path, max_prompt_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{broken\n" * 3, r"3 unreadable \(the first is .*code\.jsonl:1: not JSON: .*"),
+        ("\n", "it holds no chats"),
+    ],
+)
+def test_prompts_are_read_before_the_drafter(
+    tiny_target_dir: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    source = tmp_path / "code.jsonl"
+    source.write_text(text)
+    with pytest.raises(UserError, match=f"'code' names .* no usable prompt: {words}$"):
+        evaluate(settings(tiny_target_dir, tmp_path / "none", tmp_path, prompts={"code": str(source)}))
+
+
+def test_prompts_are_read_no_further_than_needed(
+    tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("[1]\n" + "".join(json.dumps(chat) + "\n" for chat in CHATS))
+    (folder / "b.json").write_text("that cannot be read at all")
+    config = settings(tiny_target_dir, drafter_dir, tmp_path, prompts={"code": str(folder)}, max_new_tokens=2)
+    for number, passed_over in ((2, {"unreadable": 1}), (3, {"unreadable": 1, "without a user turn": 1})):
+        report = evaluate(config.model_copy(update={"prompts_per_family": number}))
+        family = report["families"]["code"]
+        assert (family["prompts"], family["passed_over"]) == (number, passed_over)
+    with pytest.raises(UserError, match=r"b\.json is not JSON"):
+        evaluate(config.model_copy(update={"prompts_per_family": 4}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"output": "a file"}, "output a file cannot be made: File exists"),
+        ({"device": "tpu"}, "device 'tpu' is not here: name cpu"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not here: name cpu"),
+    ],
+)
+def test_what_cannot_be_had_is_said_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a file").touch()
+    with pytest.raises(UserError, match=words):
+        evaluate(settings(tmp_path / "no target", tmp_path / "no drafter", tmp_path, **change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompts": {}},
+        *({"minimum_acceptance_length": value} for value in (float("nan"), float("inf"), -1, 0.9)),
+        *({"seed": value} for value in (-1, 1 << 80)),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(change))):
+        settings(tmp_path, tmp_path, tmp_path, **change)
+
+
+def test_a_home_is_found(
+    tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "target").symlink_to(tiny_target_dir)
+    config = settings(Path("~/target"), Path("~/drafter"), tmp_path, output=Path("~/out"), max_new_tokens=2)
+    evaluate(config.model_copy(update={"prompts": {"code": "~/chats.jsonl"}}))
+    assert (tmp_path / "out" / "acceptance.json").exists()
 
 
 def test_training_plot_passes_over_what_is_missing(tmp_path: Path) -> None:
