@@ -30,7 +30,7 @@ from dflash_core.speculative import (
 )
 from dflash_core.target_identity import TargetName, load_tokenizer, target_spec
 from flows.acceptance_report import FamilyResult, make_report, write_report
-from flows.machine import named_device, output_folder
+from flows.machine import made_folder, named_device
 from storage.chats import UnreadableRecord, read_chats
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -88,7 +88,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     started = time.perf_counter()
     device = named_device(config.device)
     dtype = _DTYPES[config.dtype]
-    output = output_folder(config.output)
+    output = made_folder(config.output)
     spec = target_spec(config.target, config.revision, None)
     encoder = ChatEncoder(load_tokenizer(config.target, config.revision), config.chat)
     families = {name: read_prompts(name, source, encoder, config) for name, source in config.prompts.items()}

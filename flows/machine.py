@@ -21,7 +21,7 @@ def named_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def output_folder(output: str | Path) -> Path:
+def made_folder(output: str | Path) -> Path:
     """Return the folder, made where it is not there yet. Raises UserError."""
     folder = Path(output).expanduser()
     try:

@@ -23,7 +23,7 @@ from dflash_core.respond import GenerationSettings, Responder
 from dflash_core.target_identity import TargetName
 from flows.answer import Answer, EndpointConfig, LocalAnswers, endpoint_answers
 from flows.conversation import Conversation, answer_turns
-from flows.machine import named_device, output_folder
+from flows.machine import made_folder, named_device
 from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 
 __all__ = ["EndpointConfig", "RespondConfig", "RespondReport", "respond"]
@@ -99,7 +99,7 @@ def respond(
     folder cannot be made or belongs to other settings, or too many records are unusable.
     """
     start = time.monotonic()
-    folder = output_folder(config.output)
+    folder = made_folder(config.output)
     _claim(folder, config)
     answer: Answer | None = None
     parts, seen, resumed, tokens = [], 0, 0, 0

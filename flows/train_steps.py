@@ -37,6 +37,7 @@ from flows.devices import hold_devices
 from flows.evaluate import EvaluateConfig
 from flows.extract_steps import worker_slots
 from flows.launch import Message, OnMessage, WorkerPool, python_module
+from flows.machine import made_folder
 from flows.plots import plot_speed, plot_training
 from flows.ranks import RanksFailed, rank_environment, run_ranks
 from flows.train_data import TrainingData
@@ -329,11 +330,7 @@ def output_folder(config: TrainConfig) -> Iterator[Path]:
     """Give a local folder whose files are below `config.output` once the block has ended, however."""
     store = open_store(config.output)
     if (folder := _local_folder(store)) is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output {config.output} cannot be made: {error.strerror}") from None
-        yield folder
+        yield made_folder(folder)
         return
     folder = Path(tempfile.mkdtemp(prefix="dflash-training-"))
     try:
