@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(min_length=1)]
+"""A path, an address, a name: never empty, or the current folder would be meant unnoticed."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What random numbers begin with: torch, numpy and servers take all of these."""
 
 
 class UserError(ValueError):

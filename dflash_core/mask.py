@@ -91,11 +91,17 @@ def last_layer_queries(blocks: Blocks, multiple: int) -> np.ndarray:
 
 def dense_mask(bounds_4P: np.ndarray, keys: int) -> Tensor:
     """Bool [P, S], True where a query sees a key: for SDPA on small rows, and to check the tile tables
-    against.
+    against. Raises UserError where there is no memory for it.
     """
     key_S = np.arange(keys)[None, :]
     lo, hi, own_lo, own_hi = (bound[:, None] for bound in bounds_4P)
-    return torch.from_numpy(((key_S >= lo) & (key_S < hi)) | ((key_S >= own_lo) & (key_S < own_hi)))
+    try:
+        return torch.from_numpy(((key_S >= lo) & (key_S < hi)) | ((key_S >= own_lo) & (key_S < own_hi)))
+    except MemoryError:
+        raise UserError(
+            f"no memory for the attention mask of a row with {bounds_4P.shape[1]} slots: lower "
+            "training.anchors_per_row, drafter.block_size or training.row_tokens, or use a GPU"
+        ) from None
 
 
 def tile_tables(bounds_4P: np.ndarray, row_tokens: int, keys: int, tile: int = TILE) -> TileTables:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from dflash_core.chat import ChatConfig, ChatEncoder
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config, Seed, UserError
 from dflash_core.load_progress import tell_while_reading
 from dflash_core.target_identity import load_text_config, load_tokenizer
 
@@ -30,7 +30,7 @@ class GenerationSettings(Config):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    seed: int = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)

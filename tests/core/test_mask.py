@@ -51,6 +51,11 @@ def test_dense_mask_by_hand(window: int | None, lengths: list[int]) -> None:
     assert np.array_equal(mask.numpy(), by_hand(packed, blocks, window))
 
 
+def test_a_dense_mask_beyond_all_memory_says_what_to_lower() -> None:
+    with pytest.raises(UserError, match=f"{2**50} slots.*anchors_per_row"):
+        dense_mask(np.broadcast_to(np.zeros((4, 1), np.int32), (4, 2**50)), 128)
+
+
 def test_no_attention_crosses_a_document() -> None:
     packed = random_row([30, 34, 40], 128)
     blocks = build_blocks(packed, anchors=40, block_size=4, mask_token_id=99, seed=0, epoch=0)
