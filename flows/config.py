@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from dflash_core.chat import ChatConfig
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config, Text, UserError
 from dflash_core.drafter import DrafterConfig, LayerType
 from dflash_core.records import CaptureSpec, TargetSpec
 from dflash_core.respond import GenerationSettings
 from dflash_core.target import TargetConfig
+from dflash_core.target_identity import TargetName
 from dflash_core.training import TrainingConfig
 from flows.respond import EndpointConfig
+from flows.yaml_file import dump_yaml, read_as_json
 from storage.codec import parse_codec
 from storage.compile_session import CompileCacheConfig
 from storage.object_store import StoreConfig
@@ -24,14 +29,50 @@ from storage.reader import ReaderConfig
 from storage.writer import WriterConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
-Device = Annotated[str, BeforeValidator(str)]
-"""GPU numbers; YAML makes them integers unless they are quoted."""
+_SHOWN = 80
+"""Characters of a wrong value that a message repeats at most."""
+
+
+def _unquoted(device: object) -> object:
+    """GPU numbers are text; YAML makes them integers unless they are quoted."""
+    return str(device) if type(device) is int else device
+
+
+def _one_device(device: str) -> str:
+    if not re.fullmatch(r"cpu|[0-9]+", device):
+        raise ValueError('no device: name a GPU by its number, such as "0", or "cpu"')
+    return device
+
+
+def _devices(slot: str) -> str:
+    if not re.fullmatch(r"cpu|[0-9]+( *, *[0-9]+)*", slot):
+        raise ValueError('no slot: name a GPU by its number, such as "0", a group such as "0,1", or "cpu"')
+    return slot
+
+
+def _named(target: str) -> str:
+    if not target:
+        raise ValueError("no target is named; give a folder, or a model of the hub")
+    return target
+
+
+def _each_once(slots: tuple[str, ...]) -> tuple[str, ...]:
+    gpus = Counter(gpu.strip() for slot in slots if slot != "cpu" for gpu in slot.split(","))
+    if twice := [gpu for gpu, times in gpus.items() if times > 1]:
+        raise ValueError(f"GPU {', '.join(twice)} is named more than once; each serves one process")
+    return slots
+
+
+Device = Annotated[str, BeforeValidator(_unquoted), AfterValidator(_one_device)]
+"""One GPU, or "cpu"."""
+Slot = Annotated[str, BeforeValidator(_unquoted), AfterValidator(_devices)]
+"""One GPU, several, or "cpu"."""
 
 
 class WorkersConfig(Config):
     """The worker processes of one host: which devices, and when one is given up."""
 
-    slots: tuple[Device, ...] = ()
+    slots: Annotated[tuple[Slot, ...], AfterValidator(_each_once)] = ()
     """One worker each: GPU numbers ("0"), groups for a target that is spread over several ("0,1"), or "cpu".
     Empty: one for each visible GPU (one for all of them with `target.device_map`), or one on the CPU."""
     attempts: Annotated[int, Field(ge=1)] = 3
@@ -40,7 +81,7 @@ class WorkersConfig(Config):
     """A worker that starts is replaced when it has neither read files nor finished for this long."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A worker that finishes no batch for this long is killed and replaced."""
-    scratch: str | None = None
+    scratch: Text | None = None
     """Folder for shards being written (one a worker); None: beside the store, or the temporary folder."""
     writer: WriterConfig = WriterConfig(threads=4, pending_bytes=1 << 30)
     """Resources of the side that compresses and writes."""
@@ -57,7 +98,7 @@ class ResponsesConfig(Config):
     batch_size: Annotated[int, Field(ge=1)] = 32
     part_records: Annotated[int, Field(ge=1)] = 512
     """Chats of one output file; finished files are not done again."""
-    output: str
+    output: Text
     """Folder for the chats with their new responses."""
 
 
@@ -66,9 +107,9 @@ class ExtractConfig(Config):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)] = "activations"
     """First part of the data set's folder; the rest is its fingerprint."""
-    store: str
+    store: Text
     """Where data sets live: a folder, file:///folder, or s3://bucket/prefix."""
-    chats: Annotated[tuple[str, ...], Field(min_length=1)]
+    chats: Annotated[tuple[Text, ...], Field(min_length=1)]
     """Files (.jsonl, .json, .parquet), folders, or Hugging Face data sets (name, name:split)."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Take only this many chats."""
@@ -99,6 +140,12 @@ class ExtractConfig(Config):
     cache: CompileCacheConfig | None = CompileCacheConfig()
     """Where the compile cache of the target is kept, if it is compiled; None: no such artifact is used."""
 
+    @field_validator("target")
+    @classmethod
+    def _target_is_named(cls, target: TargetConfig) -> TargetConfig:
+        _named(target.path)
+        return target
+
     @field_validator("codec")
     @classmethod
     def _codec_exists(cls, name: str) -> str:
@@ -119,8 +166,9 @@ class ExtractConfig(Config):
 class DrafterShape(Config):
     """What is free to choose of a drafter; the rest follows from the target of the data set."""
 
-    block_size: Annotated[int, Field(ge=2)]
-    """Slots of a block, the anchor's included."""
+    block_size: Annotated[int, Field(ge=2, le=256)]
+    """Slots of a block, the anchor's included: 256 at most, as no drafter guesses so far ahead. Published
+    drafters have 8 to 16."""
     num_layers: Annotated[int, Field(ge=1)] = 5
     intermediate_size: Annotated[int, Field(ge=1)]
     """Width of the MLP."""
@@ -167,12 +215,12 @@ class DrafterShape(Config):
 class EvaluationStep(Config):
     """Real speculative decoding with the drafter at the end of training."""
 
-    prompts: Annotated[dict[str, str], Field(min_length=1)]
+    prompts: Annotated[dict[str, Text], Field(min_length=1)]
     """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     prompts_per_family: Annotated[int, Field(ge=1)] = 16
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
     max_new_tokens: Annotated[int, Field(ge=2)] = 256
-    minimum_acceptance_length: float | None = None
+    minimum_acceptance_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """The run fails when any family stays below this."""
     require_lossless: bool = True
     """The run fails when a text differs from the plain target's by more than a floating-point tie."""
@@ -194,14 +242,14 @@ class OverfitGate(Config):
 class TrainConfig(Config):
     """From a sealed data set to an exported, evaluated drafter."""
 
-    dataset: str
+    dataset: Text
     """The data set's folder: a path, file:///folder, or s3://bucket/prefix. A folder that holds exactly one
     data set will do."""
-    target: str
+    target: Annotated[TargetName, AfterValidator(_named)]
     """Folder or hub name of the target, whose embedding and head the drafter borrows."""
-    revision: str | None = None
+    revision: Text | None = None
     """Hub revision of the target."""
-    output: str
+    output: Text
     """Folder for checkpoints, metrics, the exported drafter and the report; a run continues what it finds."""
     drafter: DrafterShape
     """What to train."""
@@ -209,7 +257,7 @@ class TrainConfig(Config):
     """How to train it."""
     overfit: OverfitGate | None = None
     """Set to have one sample overfitted first, until whole blocks are accepted."""
-    gpus: tuple[Device, ...] = ()
+    gpus: Annotated[tuple[Device, ...], AfterValidator(_each_once)] = ()
     """One rank each, e.g. 5, 6, 7. Empty: every visible GPU, or `cpu_ranks` ranks on the CPU."""
     cpu_ranks: Annotated[int, Field(ge=1)] = 1
     """Ranks where no GPU is used."""
@@ -227,18 +275,18 @@ class TrainConfig(Config):
 
 def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
     """Read a YAML file; raises UserError that names the file and every missing, unknown or wrong field."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no configuration at {path}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}): save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
+    text = read_as_json(Path(path))
+    values = json.loads(text)
+    if values is None:
+        raise UserError(f"{path} is empty: docs/configuration.md has the names that it may hold")
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold names and values, but holds a {type(values).__name__}")
-    return parse_config(kind, values, str(path))
+    _check_command(kind, values, path)
+    try:
+        # Strict JSON lets lists be tuples, text be paths and whole numbers be fractions, and nothing else.
+        return kind.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _in_words(error, kind, str(path)) from error
 
 
 def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> AnyConfig:
@@ -246,30 +294,56 @@ def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> A
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = [
-            f"  {'.'.join(map(str, fault['loc'])) or kind.__name__}: {_plain(fault, kind)}"
-            for fault in error.errors()
-        ]
-        raise UserError(f"{where} is no valid {kind.__name__}:\n" + "\n".join(faults)) from error
+        raise _in_words(error, kind, where) from error
 
 
 def dump_config(config: Config) -> str:
     """Return a configuration as YAML, every default written out, in the order of its fields."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
-def _plain(fault: Any, kind: type[BaseModel]) -> str:
+def _check_command(kind: type[Config], values: dict[str, Any], path: str | Path) -> None:
+    """Raise UserError when a file is the whole configuration of another command."""
+    from flows.configuration_reference import COMMANDS
+
+    if values.keys() <= kind.model_fields.keys():
+        return
+    for command, other in COMMANDS:
+        needed = {name for name, field in other.model_fields.items() if field.is_required()}
+        if needed <= values.keys() <= other.model_fields.keys():
+            wanted = next(name for name, own in COMMANDS if own is kind)
+            raise UserError(f"{path} is a configuration for `{command}`; here one for `{wanted}` is needed")
+
+
+def _in_words(error: ValidationError, kind: type[Config], where: str) -> UserError:
+    faults = [
+        f"  {'.'.join(map(str, fault['loc'])) or kind.__name__}: {_plain(fault, kind)}"
+        for fault in error.errors()
+    ]
+    return UserError(f"{where} is no valid {kind.__name__}:\n" + "\n".join(faults))
+
+
+def _plain(fault: Any, kind: type[Config]) -> str:
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _names(kind), n=1)
+        *place, name = fault["loc"]
+        near = difflib.get_close_matches(str(name), _names(kind, place), n=1, cutoff=0.75)
         hint = f"did you mean {near[0]}? " if near else ""
         return f"unknown name; {hint}docs/configuration.md has all of them"
     if fault["type"] == "missing":
         return "missing"
-    return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
+    given = fault["input"]
+    words = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "string_type" and isinstance(given, int | float):
+        words += "; quotes make it one"
+    whole_part = isinstance(given, dict) or len(repr(given)) > _SHOWN
+    return words if whole_part else f"{words} (got {given!r})"
 
 
-def _names(kind: type[BaseModel]) -> set[str]:
-    """Every name that may stand in a configuration of this kind, at any depth."""
-    definitions = kind.model_json_schema()
-    parts = [definitions, *definitions.get("$defs", {}).values()]
-    return {name for part in parts for name in part.get("properties", {})}
+def _names(kind: type[Config], place: Sequence[str | int]) -> list[str]:
+    """Return the names that may stand in this part of a configuration."""
+    from flows.configuration_reference import configs_in
+
+    for step in place:
+        if isinstance(step, str):
+            kind = configs_in(kind.model_fields[step].annotation)[0]
+    return list(kind.model_fields)
