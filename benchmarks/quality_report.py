@@ -40,9 +40,15 @@ def write_report(folder: Path, others: Sequence[Path] = ()) -> str:
         )
     text = "\n\n".join(tables)
     (folder / "tables.md").write_text(text + "\n")
-    (folder / "quality.json").write_text(json.dumps(results, indent=1))
+    (folder / "quality.json").write_text("[\n" + ",\n".join(map(_short, results)) + "\n]\n")
     _plots(by_name, "times the default's tokens a target call" if others else "tokens a target call", folder)
     return text
+
+
+def _short(result: dict[str, Any]) -> str:
+    """A result on one line, without the curve of its training."""
+    text = json.dumps({name: value for name, value in result.items() if name != "curve"})
+    return json.dumps(json.loads(text, parse_float=lambda digits: round(float(digits), 5)))
 
 
 def _results(folder: Path) -> Results:
