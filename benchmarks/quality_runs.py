@@ -111,7 +111,8 @@ class Experiment:
         """Experiments with equal `shapes` run the same compiled graphs."""
         sizes = {k: v for k, v in self.drafter.items() if k != "sliding_window"}
         taps = TAPS if self.taps is None else len(self.taps)
-        return f"{sizes} {self.training.get('anchors_per_row')} {taps}"
+        products = self.training.get("layer_products")
+        return f"{sizes} {self.training.get('anchors_per_row')} {taps} {products}"
 
 
 def experiments(seeds: int, groups: Sequence[str], anchors: int) -> list[Experiment]:
@@ -170,6 +171,7 @@ def _ablations(seed: int, anchors: int) -> list[Experiment]:
         ),
         one("taps", "3 taps", taps=(0, 2, 4)),
         one("attention", "4 sliding (128) + 1 full", drafter=sliding),
+        one("products", "fp8", training={"layer_products": "fp8"}),
         *(
             one("anchors", f"anchors={a}", training={"anchors_per_row": a})
             for a in (anchors // 4, anchors // 2, anchors * 2)
