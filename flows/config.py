@@ -31,6 +31,9 @@ from storage.writer import WriterConfig
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 _SHOWN = 80
 """Characters of a wrong value that a message repeats at most."""
+_PARTS = "Input should be names and values"
+_WORDS = {"model_type": _PARTS, "dict_type": _PARTS, "tuple_type": "Input should be a list"}
+"""What pydantic says in the words of JSON, in those of YAML."""
 
 
 def _unquoted(device: object) -> object:
@@ -332,7 +335,7 @@ def _plain(fault: Any, kind: type[Config]) -> str:
     if fault["type"] == "missing":
         return "missing"
     given = fault["input"]
-    words = fault["msg"].removeprefix("Value error, ")
+    words = _WORDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     if fault["type"] == "string_type" and isinstance(given, int | float):
         words += "; quotes make it one"
     whole_part = isinstance(given, dict) or len(repr(given)) > _SHOWN

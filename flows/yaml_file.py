@@ -29,7 +29,7 @@ def read_as_json(path: Path) -> str:
         raise UserError(f"{path} is no YAML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
-    except (TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds a value that no field takes: {error}") from error
 
 
