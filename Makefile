@@ -14,7 +14,7 @@ help: ## list the targets
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[cpu,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[cpu,demo,dev,wandb]'
 	# z-lab's own loader, which a test holds our exports against; not in our environment, its command is `dflash` too.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/zlab dflash==0.1.0
 	touch $@
