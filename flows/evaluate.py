@@ -16,7 +16,7 @@ from pydantic import Field
 from dflash_core.acceptance import first_difference, stats_of
 from dflash_core.cached_target import CachedTarget
 from dflash_core.chat import ChatConfig, ChatEncoder
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config, Seed, Text, UserError
 from dflash_core.export import load_exported
 from dflash_core.messages import ChatError, normalise
 from dflash_core.respond import Responder
@@ -46,7 +46,7 @@ class EvaluateConfig(Config):
     """Hub revision of the target."""
     drafter: Path
     """Exported drafter folder."""
-    prompts: dict[str, str] = Field(min_length=1)
+    prompts: dict[str, Text] = Field(min_length=1)
     """Family name -> chats (file, folder or data set); what precedes the last answer is the prompt."""
     output: Path
     """Folder that gets acceptance.json and acceptance.png; those of an earlier run are replaced."""
@@ -73,7 +73,7 @@ class EvaluateConfig(Config):
     """"cpu", "cuda", "cuda:1" ...; "auto" is the first GPU, or the CPU."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Arithmetic of target and drafter."""
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    seed: Seed = 0
     """Of sampling."""
 
 

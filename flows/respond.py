@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 
 from dflash_core.chat import ChatConfig
-from dflash_core.configuration import Config, UserError, fingerprint
+from dflash_core.configuration import Config, Text, UserError, fingerprint
 from dflash_core.messages import ChatError, normalise, own_id
 from dflash_core.respond import GenerationSettings, Responder
 from dflash_core.target_identity import TargetName
@@ -36,9 +36,9 @@ _ENOUGH_RECORDS = 1000
 class RespondConfig(Config):
     """One run of `dflash respond`."""
 
-    inputs: tuple[str, ...] = Field(min_length=1)
+    inputs: tuple[Text, ...] = Field(min_length=1)
     """Files, folders or data set names (see storage.chats.read_chats)."""
-    output: str
+    output: Text
     """Folder of part-00000.jsonl ...; finished parts are not done again."""
     target: TargetName | None = None
     """Folder or hub name: answer with transformers on this machine. Give this or `endpoint`."""

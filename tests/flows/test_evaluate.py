@@ -359,6 +359,7 @@ def test_what_cannot_be_had_is_said_before_anything_is_read(
     "change",
     [
         {"prompts": {}},
+        {"prompts": {"code": ""}},
         *({"minimum_acceptance_length": value} for value in (float("nan"), float("inf"), -1, 0.9)),
         *({"seed": value} for value in (-1, 1 << 80)),
     ],

@@ -298,6 +298,12 @@ def test_either_target_or_endpoint() -> None:
         RespondConfig(inputs=("x",), output="y", target="t", endpoint=EndpointConfig(url="u", model="m"))
 
 
+@pytest.mark.parametrize("change", [{"inputs": ("",)}, {"output": ""}])
+def test_no_name_is_not_the_current_folder(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        settings(tmp_path, "x", target="t", **change)
+
+
 def test_every_turn_is_written_anew_upon_the_targets_own_history(responder: Responder) -> None:
     messages, tools = normalise(chat("hi", turns=3))
     conversation = Conversation("x", "here", messages, tools)
