@@ -104,6 +104,8 @@ def encode_chats(
             else:
                 tally.filtered[error.reason] += 1
     tally.check(config.max_bad_fraction)
+    if not tally.kept:
+        raise UserError(f"no chat of {', '.join(sources)} gives a sample: {tally.sentence()}")
 
 
 def _in_order(

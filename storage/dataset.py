@@ -102,8 +102,8 @@ class Dataset:
             Plan,
             PLAN_KEY,
             missing="its creation did not finish: create it again",
-            damaged="run the extraction again with the same configuration, which writes it from the same "
-            "chats",
+            damaged="remove it and run the extraction again with the same configuration, which writes it "
+            "from the same chats",
         )
 
     @cached_property
@@ -336,11 +336,12 @@ class Dataset:
             Manifest,
             MANIFEST_KEY,
             missing="it is not complete: run the extraction to its end",
-            damaged="run the extraction again",
+            damaged="run the extraction again, which writes it anew",
         )
         if manifest.plan_sha256 != self._plan_sha256 or manifest.scales_sha256 != self.scales_sha256:
             raise DatasetError(
-                f"{self.uri}/{MANIFEST_KEY} belongs to another plan or other scales than lie beside it"
+                f"{self.uri}/{MANIFEST_KEY} belongs to another plan or other scales than lie beside it: "
+                "run the extraction again, which writes it anew"
             )
         self._sealed = {shard.shard: shard for shard in manifest.shards}
         return manifest
@@ -414,7 +415,7 @@ class Dataset:
         try:
             found = model.model_validate_json(data)
         except ValidationError:
-            raise DatasetError(f"{self.uri}/{key} is damaged: remove it and {damaged}") from None
+            raise DatasetError(f"{self.uri}/{key} is damaged: {damaged}") from None
         self._check_fingerprint(found.fingerprint, key)
         return found
 

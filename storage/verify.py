@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from storage.ahead import ahead
 from storage.codec import Codec, CodecError, parse_codec
 from storage.dataset import Dataset, DatasetError, ShardCorrupt
-from storage.dataset_spec import INDEX_KEY, MANIFEST_KEY, RECORDS, SCALES_FILE, SHARDS, samples_key
+from storage.dataset_spec import INDEX_KEY, RECORDS, SCALES_FILE, SHARDS, samples_key
 from storage.objects import ObjectInfo, ObjectNotFound, ObjectTruncated
 from storage.shard_format import (
     SCALES_KEY,
@@ -61,7 +61,7 @@ def verify_dataset(
     """
     check_scales(dataset)
     if dataset.sealed:
-        _check_seal(dataset)
+        dataset.manifest()
     wanted = range(len(dataset.plan.shards)) if shards is None else shards
     yield from ahead(lambda shard: verify_shard(dataset, shard, depth), wanted, threads=threads)
 
@@ -140,17 +140,6 @@ def check_scales(dataset: Dataset) -> None:
             f"{dataset.uri}/{SCALES_FILE} is gone or damaged; every shard carries a copy: "
             f"`dflash shards repair {dataset.uri}` puts it back"
         )
-
-
-def _check_seal(dataset: Dataset) -> None:
-    """Read the seal. Raises DatasetError that holds whatever is wrong with it: plan and scales are right."""
-    try:
-        dataset.manifest()
-    except DatasetError:
-        raise DatasetError(
-            f"{dataset.uri}/{MANIFEST_KEY} is damaged or not of this plan and these scales: run the "
-            "extraction again, which writes it anew"
-        ) from None
 
 
 def restore_scales(dataset: Dataset) -> bool:

@@ -36,6 +36,18 @@ def test_two_files_that_number_other_chats_alike_are_not_halved(
     assert (plan.samples, plan.duplicates_dropped) == (6, 6)
 
 
+def test_what_became_of_the_chats_is_told_when_none_is_left(
+    extract_config: Callable[..., ExtractConfig], tmp_path: Path
+) -> None:
+    chats = numbered(tmp_path / "a.jsonl", "apples", 6)
+    config = extract_config(chats=[chats])
+    demanding = config.chat.model_copy(update={"min_supervised": 1000})
+    with pytest.raises(
+        UserError, match=rf"no chat of {chats} gives a sample: 6 chats read, 0 kept; dropped: 6"
+    ):
+        plan_dataset(config.model_copy(update={"chat": demanding}))
+
+
 def test_many_alike_end_the_run_before_all_is_read(
     extract_config: Callable[..., ExtractConfig], tmp_path: Path
 ) -> None:
