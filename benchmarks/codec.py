@@ -1,14 +1,17 @@
 """Measures the codecs on hidden states: size, entropy, error, and speed of one thread each way.
 
+python benchmarks/codec.py --json
 python benchmarks/codec.py --target FOLDER --texts chats.jsonl --json
 python benchmarks/codec.py --synthetic --width 5120 --tokens 4096 --json
 
-Real states come from `--target` (a transformers folder) reading the chats of `--texts`; `--cache FILE`
-keeps them for the next run. Channel scales come from the first third of the chats; the other two thirds are
-measured. Each codec reports: ratio (against bf16), bits_per_value, entropy_bits_per_value (order-0 entropy
-of the symbols of each layer), relative_error (RMS in channel scales), worst_layer_error, energy_error
-(sqrt(sum of squared errors / sum of squares)), and MB of bf16 a second of one core: encode_MB_s and
-decode_MB_s of everything, entropy_encode_MB_s and entropy_decode_MB_s of the part that runs on CPU threads.
+Real states come from `--target` (a transformers folder) reading the chats of `--texts`; left out, the
+demo's target (extra `demo`) reads its own answers to the demo's prompts, which takes minutes the first time
+and is kept in runs/bench. `--cache FILE` keeps states for the next run. Channel scales come from the first
+third of the chats; the other two thirds are measured. Each codec reports: ratio (against bf16),
+bits_per_value, entropy_bits_per_value (order-0 entropy of the symbols of each layer), relative_error (RMS
+in channel scales), worst_layer_error, energy_error (sqrt(sum of squared errors / sum of squares)), and MB
+of bf16 a second of one core: encode_MB_s and decode_MB_s of everything, entropy_encode_MB_s and
+entropy_decode_MB_s of the part that runs on CPU threads.
 With `--device cuda` the arithmetic runs there.
 """
 
@@ -36,6 +39,28 @@ from storage.symbols import ErrorSums, Symbols
 NAMES = ["lossless", "fp8"] + [f"tolerance={e}" for e in (0.01, 0.026, 0.05, 0.1, 0.2, 0.3, 0.5)]
 Cells = list[dict[str, Tensor]]
 """One entry a chat: column -> bf16 [T, D]."""
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "runs" / "bench"
+"""Where answers and states of the demo's target are kept."""
+
+
+def demo_chats() -> tuple[str, str]:
+    """Return the folder of the demo's target, and that of its own answers to the demo's prompts."""
+    from dflash_core.respond import GenerationSettings
+    from flows.demo_target import write_demo_target
+    from flows.respond import RespondConfig, respond
+
+    target = str(write_demo_target(ROOT / "runs" / "demo" / "target"))
+    config = RespondConfig(
+        inputs=(str(ROOT / "configs" / "demo" / "prompts_train.jsonl"),),
+        output=str(KEPT / "responses"),
+        target=target,
+        dtype="float32",
+        generation=GenerationSettings(max_new_tokens=192),
+        batch_size=25,
+    )
+    respond(config)
+    return target, config.output
 
 
 def capture_states(target_folder: str, texts: str, layers: tuple[int, ...], max_tokens: int) -> Cells:
@@ -45,7 +70,13 @@ def capture_states(target_folder: str, texts: str, layers: tuple[int, ...], max_
     from storage.chats import read_chats
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(TargetConfig(path=target_folder, tap_layer_ids=layers, mask_token=0), device)
+    config = TargetConfig(
+        path=target_folder,
+        tap_layer_ids=layers,
+        mask_token=0,
+        dtype="bfloat16" if device == "cuda" else "float32",  # bf16 is slow on processors without AVX-512
+    )
+    target = load_target(config, device)
     encoder = ChatEncoder(target.tokenizer, ChatConfig())
     cells: Cells = []
     tokens = 0
@@ -178,8 +209,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", help="transformers folder of the target")
-    parser.add_argument("--texts", help="chats: JSONL, JSON, Parquet, a folder of them")
+    parser.add_argument("--target", help="transformers folder of the target; default: the demo's")
+    parser.add_argument("--texts", help="chats: JSONL, JSON, Parquet, a folder of them; with --target")
     parser.add_argument("--layers", default="1,8,14,20,27")
     parser.add_argument("--tokens", type=int, default=12_000, help="how many tokens to measure on, about")
     parser.add_argument("--cache", type=Path, help="safetensors file that keeps the states between runs")
@@ -190,16 +221,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     layers = tuple(int(layer) for layer in arguments.layers.split(","))
+    if (arguments.target is None) != (arguments.texts is None):
+        parser.error("give --target and --texts together, or neither for the demo's")
+    cache = arguments.cache
+    if cache is None and arguments.target is None:
+        cache = KEPT / f"states-{arguments.layers}-{arguments.tokens}.safetensors"
     if arguments.synthetic:
         cells = synthetic_cells(arguments.width, arguments.tokens, layers)
-    elif arguments.cache is not None and arguments.cache.exists():
-        cells = load_cells(arguments.cache)
-    elif arguments.target and arguments.texts:
-        cells = capture_states(arguments.target, arguments.texts, layers, arguments.tokens)
-        if arguments.cache is not None:
-            save_cells(cells, arguments.cache)
+    elif cache is not None and cache.exists():
+        cells = load_cells(cache)
     else:
-        parser.error("give --target and --texts, or --synthetic")
+        target, texts = (arguments.target, arguments.texts) if arguments.target else demo_chats()
+        cells = capture_states(target, texts, layers, arguments.tokens)
+        if cache is not None:
+            save_cells(cells, cache)
     torch.set_num_threads(1)
     calibration, device = Calibration(), torch.device(arguments.device)
     for cell in cells[: max(len(cells) // 3, 1)]:
