@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["refuse", "cut request", "lose answer", "cut answer", "stall", "ignore range", "delay"]
-"""503 SlowDown; connection cut inside the body on its way in; request done, answer never seen; connection cut
-inside the body on its way out; body that stops for longer than the client waits; 200 and the whole object
-where a range was asked for (the signature covers ranges, so `FaultyProxy.whole` must say what there is);
-nothing but time lost."""
+Fault = Literal[
+    "refuse", "cut request", "hold request", "lose answer", "cut answer", "stall", "ignore range", "delay"
+]
+"""503 SlowDown; connection cut inside the body on its way in; the same, but not before the test lets go;
+request done, answer never seen; connection cut inside the body on its way out; body that stops for longer
+than the client waits; 200 and the whole object where a range was asked for (the signature covers ranges, so
+`FaultyProxy.whole` must say what there is); nothing but time lost."""
 
 STALL_SECONDS = 1.5
 DELAY_SECONDS = 0.2
@@ -36,6 +38,10 @@ class Rule:
     method: str
     contains: str
     times: int = 1
+    held: threading.Event = field(default_factory=threading.Event)
+    """The server has half of a request that is held."""
+    let_go: threading.Event = field(default_factory=threading.Event)
+    """What is held may be cut."""
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -60,13 +66,14 @@ class FaultyProxy(ThreadingHTTPServer):
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def rule_of(self, method: str, path: str) -> Rule | None:
+        """Return the rule that the next request falls under, which counts it."""
         with self._lock:
             for rule in self.rules:
                 if rule.times and rule.method in ("", method) and rule.contains in path:
                     rule.times -= 1
                     self.met.append(rule.fault)
-                    return rule.fault
+                    return rule
         return None
 
     def delay(self) -> None:
@@ -102,13 +109,14 @@ class _Relay(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _relay(self) -> None:
-        fault = self.server.next_fault(self.command, self.path)
+        rule = self.server.rule_of(self.command, self.path)
+        fault = rule.fault if rule else None
         if fault == "delay":
             self.server.delay()
         assert "chunked" not in self.headers.get("Transfer-Encoding", "")
         length = int(self.headers.get("Content-Length") or 0)
-        if fault == "cut request":
-            return self._cut_request(length)
+        if rule and fault in ("cut request", "hold request"):
+            return self._cut_request(length, rule)
         body = self.rfile.read(length)
         if any(f"Credential={key}/" in self.headers.get("Authorization", "") for key in self.server.expired):
             return self._answer(400, "Bad Request", [("Content-Type", "application/xml")], _EXPIRED)
@@ -141,14 +149,18 @@ class _Relay(BaseHTTPRequestHandler):
                 behind.putheader(name, value)
         behind.endheaders()
 
-    def _cut_request(self, length: int) -> None:
+    def _cut_request(self, length: int, rule: Rule) -> None:
         """Half of the body reaches the server, then both connections end."""
         half = self.rfile.read(length // 2)
         behind = http.client.HTTPConnection("127.0.0.1", self.server.port_behind, timeout=30)
         with contextlib.closing(behind):
             self._begin(behind)
             behind.send(half)
-            time.sleep(0.05)
+            if rule.fault == "hold request":
+                rule.held.set()
+                rule.let_go.wait(30)
+            else:
+                time.sleep(0.05)
         self._hang_up()
 
     def _answer(

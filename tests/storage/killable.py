@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,16 +82,24 @@ class Workers:
         assert self.run(task) == 0
         return time.monotonic() - began
 
-    def run_until_done(self, task: dict[str, Any], longest: float, seed: int, kills: int) -> int:
-        """Kill a worker at random moments, start it again, let the last finish; returns the true kills."""
-        moments = random.Random(seed)
-        killed = 0
-        for _ in range(kills):
-            code = self.run(task, moments.uniform(0, longest))
+    def kill_often(self, do: str, stores: Iterable[str], longest: float, seed: int, kills: int) -> list[str]:
+        """Kill so many workers at random moments of their work, and start them again.
+
+        One that was done before it was killed does not count, and the next works at another store, so that
+        there is work left to be killed in. Returns the stores that were worked at, all of them finished.
+        """
+        moments, coming, killed = random.Random(seed), iter(stores), 0
+        used = [next(coming)]
+        while killed < kills:
+            code = self.run({"do": do, "store": used[-1]}, moments.uniform(0, longest))
             assert code in (0, -signal.SIGKILL)
-            killed += code != 0
-        assert self.run(task) == 0
-        return killed
+            if code:
+                killed += 1
+            else:
+                assert len(used) <= kills, f"only {killed} workers were killed while working"
+                used.append(next(coming))
+        assert self.run({"do": do, "store": used[-1]}) == 0
+        return used
 
 
 @contextmanager

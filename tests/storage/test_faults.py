@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +74,10 @@ def test_workers_killed_at_random_moments(
     request: pytest.FixtureRequest,
 ) -> None:
     uri = str(tmp_path) if where == "local" else request.getfixturevalue("s3_uri")
-    dataset = made_dataset(uri, made_spec(), made_samples(40))
-    other = made_dataset(f"{uri}-other", made_spec(), made_samples(40))
-    longest = 0.5 * crew.seconds({"do": "write", "store": other.uri})
-    killed = crew.run_until_done({"do": "write", "store": dataset.uri}, longest, seed=7, kills=kills)
-    assert killed >= 2, f"of {kills} workers only {killed} were killed while working, in {longest:.2f} s each"
-    check_like(open_dataset(dataset.uri), undisturbed)
+    stores = (made_dataset(f"{uri}-{i}", made_spec(), made_samples(40)).uri for i in itertools.count())
+    longest = 0.5 * crew.seconds({"do": "write", "store": next(stores)})
+    for store in crew.kill_often("write", stores, longest, seed=7, kills=kills):
+        check_like(open_dataset(store), undisturbed)
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
@@ -93,13 +91,13 @@ def test_uploads_killed_at_random_moments(
     moments = random.Random(3)
     whole = crew.seconds({"do": "put", "store": uri, "key": "whole", "file": str(tmp_path / "large")})
     seen: list[str] = []
-    number = 0
-    # On a busy machine a kill may come before or after all of an upload: until one came in the middle of it.
-    while number < 5 or (where == "s3" and not seen):
-        assert number < 40, "no kill came in the middle of an upload"
+    number = killed = 0
+    # A kill may come when all is done, or before the server knows of an upload: until enough did not.
+    while killed < 5 or (where == "s3" and not seen):
+        assert number < 40, f"only {killed} kills came before the end of an upload, {len(seen)} inside of one"
         number += 1
         task = {"do": "put", "store": uri, "key": f"object-{number}", "file": str(tmp_path / "large")}
-        crew.run(task, kill_after=moments.uniform(0.1, 0.9) * whole)
+        killed += crew.run(task, kill_after=moments.uniform(0.1, 0.9) * whole) != 0
         assert all(store.get(info.key) == LARGE for info in store.list())
         seen += store.abort_unfinished()
         if f"object-{number}" not in {info.key for info in store.list()}:
@@ -108,53 +106,17 @@ def test_uploads_killed_at_random_moments(
     assert not store.abort_unfinished()
 
 
-def test_server_killed_while_uploading(s3: SeaweedServer, s3_uri: str, tmp_path: Path) -> None:
-    store = open_store(s3_uri, PATIENT)
-    (tmp_path / "large").write_bytes(LARGE)
-    for number, moment in enumerate((0.03, 0.1, 0.2)):
-        with ThreadPoolExecutor(1) as pool:
-            upload = pool.submit(store.put_file, f"o{number}", tmp_path / "large")
-            time.sleep(moment)
-            s3.kill()
-            s3.start()
-            upload.result()  # the client's own patience outlasts the restart
-        assert store.get(f"o{number}") == LARGE
-    store.abort_unfinished()
-    assert all(store.get(f"o{number}") == LARGE for number in range(3))
-
-
-def test_server_killed_while_a_data_set_is_written(
-    s3: SeaweedServer, s3_uri: str, undisturbed: dict[str, bytes]
-) -> None:
-    dataset = made_dataset(open_store(s3_uri, PATIENT), made_spec(), made_samples(40))
-    failed: list[StoreError] = []
-
-    def work() -> None:
-        while True:
-            try:
-                return write_missing(dataset)
-            except StoreError as error:  # a worker that gave up is started again
-                failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for moment in (0.2, 0.5):
-        time.sleep(moment)
-        s3.kill()
-        s3.start()
-    thread.join()
-    check_like(open_dataset(dataset.uri), undisturbed)
-
-
 def test_creation_killed_at_random_moments(crew: Workers, tmp_path: Path) -> None:
-    longest = 0.8 * crew.seconds({"do": "create", "store": str(tmp_path / "b")})
-    killed = crew.run_until_done({"do": "create", "store": str(tmp_path / "a")}, longest, seed=1, kills=6)
-    assert killed >= 1
-    (folder,) = open_store(tmp_path / "a").folders()
-    assert contents(open_store(tmp_path / "a" / folder)) == contents(open_store(tmp_path / "b" / folder))
+    stores = (str(tmp_path / f"store-{i}") for i in itertools.count())
+    undisturbed = next(stores)
+    longest = 0.8 * crew.seconds({"do": "create", "store": undisturbed})
+    (folder,) = open_store(undisturbed).folders()
+    for store in crew.kill_often("create", stores, longest, seed=1, kills=6):
+        assert open_store(store).folders() == [folder]
+        assert contents(open_store(store).child(folder)) == contents(open_store(undisturbed).child(folder))
 
 
-# Connections that fail.
+# A server that dies.
 
 
 @pytest.fixture
@@ -162,6 +124,58 @@ def proxy(s3: SeaweedServer, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> It
     with faulty_proxy(s3.port) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
         yield running
+
+
+def kill_server_during(work: Future[None], held: Rule, s3: SeaweedServer) -> None:
+    """Kill the server when it has half of a request that this rule holds, and start it again."""
+    reached = held.held.wait(30)
+    s3.kill()
+    under_way = not work.done()
+    held.times = 0
+    held.let_go.set()
+    s3.start()
+    assert reached and under_way, "the kill did not come in the middle of the work"
+
+
+@pytest.mark.parametrize(
+    "method, contains", [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")]
+)
+def test_server_killed_while_uploading(
+    method: str, contains: str, s3: SeaweedServer, proxy: FaultyProxy, s3_uri: str, tmp_path: Path
+) -> None:
+    store = open_store(s3_uri, PATIENT)
+    (tmp_path / "large").write_bytes(LARGE)
+    with ThreadPoolExecutor(1) as pool:
+        proxy.rules = [Rule("hold request", method, contains, times=99)]
+        upload = pool.submit(store.put_file, "large", tmp_path / "large")
+        kill_server_during(upload, proxy.rules[0], s3)
+        upload.result()  # the client's own patience outlasts the restart
+    assert store.get("large") == LARGE
+    store.abort_unfinished()
+    assert store.get("large") == LARGE
+
+
+def test_server_killed_while_a_data_set_is_written(
+    s3: SeaweedServer, proxy: FaultyProxy, s3_uri: str, undisturbed: dict[str, bytes]
+) -> None:
+    dataset = made_dataset(open_store(s3_uri, PATIENT), made_spec(), made_samples(40))
+
+    def work() -> None:
+        while True:
+            with suppress(StoreError):  # a worker that gave up is started again
+                return write_missing(dataset)
+
+    keys = ("shards/00001", "records/00003", "manifest.json")
+    proxy.rules = [Rule("hold request", "PUT", key, times=99) for key in keys]
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        for rule in proxy.rules:
+            kill_server_during(working, rule, s3)
+        working.result()
+    check_like(open_dataset(dataset.uri), undisturbed)
+
+
+# Connections that fail.
 
 
 WRITES: list[tuple[Fault, str, str]] = [
