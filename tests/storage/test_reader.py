@@ -10,17 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from dflash_core.configuration import UserError
 from dflash_core.packing import pack_tokens, plan_epoch
+from dflash_core.records import CapturedSample, CaptureSpec, Sample
 from storage.codec import parse_codec
-from storage.dataset import Dataset, ShardCorrupt, open_dataset
+from storage.dataset import Dataset, ShardCorrupt, create_dataset, open_dataset
 from storage.fetch import GroupFetcher, GroupKey
 from storage.objects import StoreError, open_store
 from storage.reader import ReaderConfig, RowReader
+from storage.writer import ShardWriter
 from tests.storage.made import (
+    TARGET,
     WIDTH,
     capture,
     contents,
@@ -114,6 +118,25 @@ def test_without_numba_rows_are_the_same(
     assert all(torch.equal(a, b) for a, b in zip(in_one_pass, read(), strict=True))
 
 
+@pytest.mark.parametrize("kept", ["before_final_norm", "after_final_norm"])
+def test_the_last_hidden_state_is_a_column_that_says_which_it_is(tmp_path: Path, kept: str) -> None:
+    spec = made_spec(
+        "lossless", capture=CaptureSpec.model_validate({"tap_layer_ids": (1, 3), "last_hidden": kept})
+    )
+    made = made_dataset(tmp_path, spec, made_samples(10))
+    write_missing(made)
+    dataset = open_dataset(made.uri)
+    assert dataset.columns == ("layer_001", "layer_003", "last_hidden")
+    assert dataset.spec.capture.last_hidden == kept
+    assert f'"last_hidden": "{kept}"' in pq.read_metadata(object_of(dataset, 0)).metadata[b"dflash"].decode()
+    samples = [s for shard in range(len(dataset.plan.shards)) for s in dataset.samples(shard)]
+    rows = [np.array([i]) for i in range(len(samples))]
+    with RowReader(dataset, ["last_hidden"], rows, row_tokens=ROW_TOKENS, device="cpu") as reader:
+        for sample, (_, states_CE) in zip(samples, reader, strict=True):
+            states_TD = made_states(sample, dataset.columns)["last_hidden"]
+            assert torch.equal(states_CE[: sample.num_tokens].view(torch.int16), states_TD.view(torch.int16))
+
+
 def test_memory_and_threads_do_not_change_what_is_read(stores: dict[str, Path]) -> None:
     dataset = open_dataset(stores["tolerance=0.1"])
     rows = planned_rows(dataset)
@@ -187,6 +210,23 @@ def test_a_flipped_byte_never_becomes_a_tensor(stores: dict[str, Path], tmp_path
     path.unlink()
     with pytest.raises(ShardCorrupt, match=r"shard 1 .*dflash shards repair"):
         list(RowReader(dataset, dataset.columns, planned_rows(dataset), row_tokens=ROW_TOKENS, device="cpu"))
+
+
+def test_a_shard_in_the_place_of_another_is_refused(stores: dict[str, Path], tmp_path: Path) -> None:
+    """Each is whole, and holds chats of this very data set."""
+    dataset = copied(stores, "lossless", tmp_path)
+    first, second = object_of(dataset, 0), object_of(dataset, 1)
+    spare = tmp_path / "spare"
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+    for shard in (0, 1):
+        rows = [np.flatnonzero(dataset.index.shard_N == shard)[:1]]
+        with (
+            RowReader(dataset, dataset.columns, rows, row_tokens=ROW_TOKENS, device="cpu") as reader,
+            pytest.raises(ShardCorrupt, match=rf"shard {shard} .*rows? \d+.*dflash shards repair"),
+        ):
+            next(reader)
 
 
 def test_rows_before_the_corrupt_one_are_still_read(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -290,6 +330,61 @@ def test_records_of_another_seal_are_refused(stores: dict[str, Path], tmp_path: 
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ShardCorrupt, match="not the one that was sealed"):
         list(RowReader(dataset, dataset.columns, [np.array([0])], row_tokens=ROW_TOKENS, device="cpu"))
+
+
+_MEMORY = """
+import sys, time
+from pathlib import Path
+import numpy as np, torch
+from storage.dataset import open_dataset
+from storage.reader import ReaderConfig, RowReader
+torch.set_num_threads(1)
+dataset = open_dataset(sys.argv[1])
+config = ReaderConfig(threads=2, fetch_threads=2, prefetch_bytes=8 << 20)
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+def read(samples):
+    rows = [np.array([i]) for i in samples]
+    with RowReader(dataset, dataset.columns, rows, row_tokens=1000, device="cpu", config=config) as reader:
+        for _ in reader:
+            time.sleep(0.02)  # a step; meanwhile the reader fetches as far ahead as it may
+read(range(2))
+before = peak()
+read(range(len(dataset.index)))
+print((peak() - before) // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
+    """150 MB of shards through a room of 8 MiB: the warm peak grows by less than 30 MiB."""
+    spec = made_spec(
+        "lossless",
+        target=TARGET.model_copy(update={"hidden_size": 1024}),
+        capture=CaptureSpec(tap_layer_ids=(1, 3)),
+        shard_tokens=10_000,
+        row_group_bytes=4 << 20,
+        row_group_fill_bytes=2 << 20,
+    )
+    ones = np.ones(1000, np.int32)
+    samples = [Sample(sample_id=str(i), token_ids_T=ones, loss_mask_T=ones == 1) for i in range(60)]
+    dataset = create_dataset(open_store(tmp_path), "made", spec, samples)
+    states = {column: torch.randn(1000, 1024).bfloat16() for column in dataset.columns}
+    for shard in dataset.missing():
+        with ShardWriter(dataset, shard) as writer:
+            for sample in dataset.samples(shard):
+                writer.add(CapturedSample(sample=sample, states=states))
+            writer.close()
+    dataset.seal()
+    assert dataset.manifest().bytes > 150e6
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, dataset.uri],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert int(done.stdout) < 30, done.stdout
 
 
 def test_a_process_that_forgets_its_reader_still_ends(stores: dict[str, Path]) -> None:
