@@ -21,6 +21,7 @@ from tests.storage.made import (
     write_missing,
     write_shard,
 )
+from tests.storage.seaweed import SeaweedServer
 
 
 def call(*arguments: str, code: int = 0) -> str:
@@ -184,6 +185,26 @@ def test_leftovers_are_removed_when_old(dataset: Dataset) -> None:
     removed = call_json("repair", dataset.uri, "--leftovers", "0")["removed"]
     assert removed == ["shards/00000-0123456789abcdef.parquet"] and dataset.sealed
     assert call_json("verify", dataset.uri)["orphans"] == []
+
+
+def test_unfinished_uploads_are_listed_and_aborted(dataset: Dataset, s3: SeaweedServer) -> None:
+    """What a worker leaves that was killed while it published a shard."""
+    key, good = "shards/00000-0123456789abcdef.parquet", contents(dataset.store)
+    if dataset.uri.startswith("s3:"):
+        bucket, _, prefix = dataset.uri.removeprefix("s3://").partition("/")
+        s3.client().create_multipart_upload(Bucket=bucket, Key=f"{prefix}/{key}")
+    else:
+        folder = Path(dataset.uri.removeprefix("file://")) / "shards"
+        (folder / ".tmp-123-0a1b2c3d-00000-0123456789abcdef.parquet").write_bytes(b"half")
+    verdict = call_json("verify", dataset.uri)
+    assert verdict["unfinished_uploads"] == [key] and verdict["orphans"] == []
+    assert "0 objects, 1 unfinished uploads" in call("verify", dataset.uri)
+    assert call_json("repair", dataset.uri)["removed"] == [], "it may belong to a living worker"
+    assert call_json("repair", dataset.uri, "--leftovers", "0", "--dry-run")["removed"] == [key]
+    assert call_json("verify", dataset.uri)["unfinished_uploads"] == [key]
+    assert call_json("repair", dataset.uri, "--leftovers", "0")["removed"] == [key]
+    assert call_json("verify", dataset.uri)["unfinished_uploads"] == []
+    assert contents(dataset.store) == good
 
 
 def test_an_unfinished_one_says_what_lacks(tmp_path: Path) -> None:
