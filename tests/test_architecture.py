@@ -32,6 +32,8 @@ ONE_ROOM = {
     "botocore": {"storage/objects.py"},
     "datasets": {"storage/chats.py"},
 }
+PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNPICKLE = {"torch.load", "torch.save", "numpy.load", "np.load"}
 WITHOUT_PREFECT = ("flows/extract_worker.py", "flows/train_worker.py", "flows/launch.py", "flows/config.py")
 
 
@@ -70,6 +72,19 @@ def test_each_library_has_one_room(library: str) -> None:
         if library in {name.split(".")[0] for name in imported_by(path)}
     }
     assert users == ONE_ROOM[library]
+
+
+def pickling_in(path: Path) -> set[str]:
+    """What a file uses that runs code which lies in the data it reads, or writes such data."""
+    names = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    return {name for name in names | imported_by(path) if name in UNPICKLE or name.split(".")[0] in PICKLES}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_is_pickled(room: str) -> None:
+    for path in files_of(room):
+        assert not pickling_in(path), f"{path} uses {pickling_in(path)}"
+    assert pickling_in(ROOT / "benchmarks" / "store_layouts.py") == {"torch.load", "torch.save"}
 
 
 def modules_reached(start: str) -> set[str]:
