@@ -1,15 +1,15 @@
 """Says whether a run is on the fast path, and names what is wrong when it is not.
 
 A run that falls back to something slow goes on without an error, so the signs are looked at: kernels of fused
-attention in every layer, no recompile, reserved memory that stays flat, and a step time that stays where it
-was after warm-up.
+attention in every layer, no recompile, reserved memory that stays flat, a step time that stays where it was
+after warm-up, and a device that hardly waits between steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,12 +20,14 @@ MEMORY_BAND = 0.01
 """Reserved memory may leave its value after warm-up by this share."""
 TIME_BAND = 0.15
 """So may the median step time."""
+WAIT_BAND = 0.03
+"""The device may wait for data by this share of a step, on average."""
 WARM_STEPS = 3
 """Steps after which the run must be on the fast path."""
 WINDOW = 5
-"""Steps whose median counts: with the two that are still under way, a change is seen within ten."""
+"""Latest steps that count: with the two that are still under way, a change is seen within ten."""
 
-Sign = Literal["recompile", "memory", "step_time"]
+Sign = Literal["recompile", "memory", "step_time", "data_wait"]
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 
@@ -51,13 +53,19 @@ def require_fused_attention(forward: int, backward: int, layers: int) -> None:
 class FastPath:
     """Compares a run with itself after warm-up, or with a benchmark's step time. `observe` each step."""
 
-    def __init__(self, expected_step_ms: float | None = None) -> None:
+    def __init__(
+        self,
+        expected_step_ms: float | None = None,
+        reserved_bytes: Callable[[], int] = torch.cuda.memory_reserved,
+    ) -> None:
         """`expected_step_ms`: what a benchmark of the same shapes measured; None: the first steps after warm-
-        up.
+        up. `reserved_bytes`: reads the memory that is reserved on the device; 0 where there is none.
         """
         self.expected_ms = expected_step_ms
+        self._reserved_bytes = reserved_bytes
         self._unwarmed = WARM_STEPS
         self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._waits: deque[float] = deque(maxlen=WINDOW)
         self._reserved: int | None = None
 
     @property
@@ -70,12 +78,15 @@ class FastPath:
         """Median of the latest steps."""
         return median(self._recent)
 
-    def observe(self, step_ms: float) -> None:
-        """Take the time of one finished step. The first ones compile and do not count."""
+    def observe(self, step_ms: float, gap_ms: float = 0.0) -> None:
+        """Take the time of one finished step, and of the gap before it. The first ones compile and do not
+        count.
+        """
         if self._unwarmed:
             self._unwarmed -= 1
         else:
             self._recent.append(step_ms)
+            self._waits.append(gap_ms)
         if self.is_warm and self.expected_ms is None:
             self.expected_ms = self.step_ms
 
@@ -88,8 +99,7 @@ class FastPath:
         wrong: dict[Sign, str] = {}
         if not self.is_warm:
             return wrong
-        if torch.cuda.is_available():
-            reserved = torch.cuda.memory_reserved()
+        if reserved := self._reserved_bytes():
             self._reserved = self._reserved or reserved
             if abs(reserved / self._reserved - 1.0) > MEMORY_BAND:
                 gib = 2**30
@@ -99,5 +109,9 @@ class FastPath:
         if self.expected_ms is not None and self.step_ms > self.expected_ms * (1.0 + TIME_BAND):
             wrong["step_time"] = (
                 f"a step takes {self.step_ms:.1f} ms where {self.expected_ms:.1f} ms were expected"
+            )
+        if (wait_ms := mean(self._waits)) > self.step_ms * WAIT_BAND:
+            wrong["data_wait"] = (
+                f"the device waits {wait_ms:.1f} ms for data between two steps of {self.step_ms:.1f} ms"
             )
         return wrong

@@ -248,7 +248,7 @@ class TrainLoop:
             log.warning("rank %d is off the fast path at step %d: %s", rank, step, "; ".join(reasons))
             say("off_fast_path", rank=rank, step=step, reasons=reasons)
             self._out.metrics(step, _sign_values(self._signs))
-        elif self._fast_path.is_warm and not self._said_fast:
+        elif self._fast_path.is_warm and not wrong and not self._said_fast:
             self._said_fast = True
             if self._world.is_first:
                 step_ms = self._fast_path.step_ms
@@ -269,7 +269,7 @@ class TrainLoop:
     def _take(self, report: StepReport) -> None:
         if not self._compiled or report.optimizer_step > self._began_at:  # the first one compiles
             self._meter.add(report)
-        self._fast_path.observe(report.step_ms)
+        self._fast_path.observe(report.step_ms, report.gap_ms)
         self._stopping = self._stopping or report.stop
         if report.halted_at >= 0:
             place = self._places[report.halted_at]

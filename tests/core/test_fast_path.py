@@ -8,9 +8,9 @@ from dflash_core.configuration import UserError
 from dflash_core.fast_path import WARM_STEPS, WINDOW, FastPath, require_fused_attention
 
 
-def fed(path: FastPath, times: list[float]) -> FastPath:
+def fed(path: FastPath, times: list[float], gap_ms: float = 0.0) -> FastPath:
     for step_ms in times:
-        path.observe(step_ms)
+        path.observe(step_ms, gap_ms)
     return path
 
 
@@ -40,6 +40,45 @@ def test_a_run_that_is_slow_from_the_start_is_known_by_the_benchmark() -> None:
     slow = [2_000.0] * (WARM_STEPS + WINDOW)
     assert fed(FastPath(), slow).check() == {}
     assert fed(FastPath(840.0), slow).check().keys() == {"step_time"}
+
+
+def test_memory_that_leaves_its_place_by_a_percent_is_named() -> None:
+    gib = 2**30
+    reserved = 90 * gib
+    path = fed(FastPath(reserved_bytes=lambda: reserved), [840.0] * WARM_STEPS)
+    assert path.check() == {}
+    reserved = 100 * gib  # warming up is not the measure
+    fed(path, [840.0] * WINDOW)
+    for quiet in (100.0, 100.9, 99.1):
+        reserved = int(quiet * gib)
+        assert path.check() == {}
+    reserved = int(98.9 * gib)
+    assert path.check().keys() == {"memory"}
+    reserved = int(101.1 * gib)
+    assert path.check() == {"memory": "reserved GPU memory went from 100.00 to 101.10 GiB"}
+    path.expect_other_memory()
+    assert path.check() == {}
+    reserved = 100 * gib
+    assert path.check().keys() == {"memory"}
+
+
+def test_a_run_starved_of_data_is_named_within_ten() -> None:
+    path = fed(FastPath(), [840.0] * 50, gap_ms=8.0)
+    assert path.check() == {}
+    starved = 0
+    while not path.check():
+        fed(path, [840.0], gap_ms=100.0)
+        starved += 1
+    assert starved + 2 <= 10
+    fed(path, [840.0] * WINDOW, gap_ms=100.0)
+    assert path.check() == {"data_wait": "the device waits 100.0 ms for data between two steps of 840.0 ms"}
+    assert fed(path, [840.0] * WINDOW, gap_ms=25.0).check() == {}
+    assert fed(path, [840.0] * WINDOW, gap_ms=25.5).check().keys() == {"data_wait"}
+
+
+def test_what_the_first_steps_wait_is_the_readers_start() -> None:
+    path = fed(FastPath(), [840.0] * WARM_STEPS, gap_ms=5_000.0)
+    assert fed(path, [840.0] * WINDOW).is_warm and path.check() == {}
 
 
 def test_unfused_attention_stops_the_run() -> None:
