@@ -1,7 +1,4 @@
-"""A training rank, the second of which compiles something anew once the run has begun.
-
-Compiled functions get the backend "aot_eager", as in `tests.flows.watched_rank`.
-"""
+"""A training rank, the second of which meets a shape that it has not compiled once the run has begun."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from typing import Any
 import torch
 
 from flows import ranks
+from tests.core.aot_eager import aot_eager
 
 reported = False
 
 
-def compile_late() -> None:
-    """After this rank has reported what it compiled, have its next call of compiled code compile more."""
-    compile_, say = torch.compile, ranks.say
+def recompile_late() -> None:
+    """After this rank has reported what it compiled, have its next call of compiled code meet a new shape."""
+    say, double = ranks.say, aot_eager(lambda x: x * 2, dynamic=False)
 
     def noting_say(kind: str, **fields: Any) -> None:
         global reported
@@ -26,14 +24,12 @@ def compile_late() -> None:
         reported = reported or kind == "compile_report"
 
     def late_compile(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        kept = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
-        compiled = compile_(model, backend="aot_eager", **kept)
+        compiled = aot_eager(model, **options)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            global reported
-            if reported and os.environ["RANK"] == "1":
-                reported = False
-                compile_(lambda x: x + 1, backend="aot_eager")(torch.ones(3))
+            late = reported and os.environ["RANK"] == "1"
+            with torch.no_grad():  # or validation would need a graph of its own
+                double(torch.ones(4 if late else 3))
             return compiled(*arguments, **named)
 
         return call
@@ -43,7 +39,7 @@ def compile_late() -> None:
 
 
 def main() -> None:
-    compile_late()
+    recompile_late()
     from flows import train_worker
 
     train_worker.main()

@@ -17,13 +17,22 @@ from pathlib import Path
 import pytest
 from torch._dynamo.callback import callback_handler
 
+from dflash_core.fast_path import WARM_STEPS, WINDOW
 from flows.launch import Message, python_module
-from flows.ranks import run_ranks
+from flows.ranks import RanksFailed, run_ranks
+from flows.train_worker import TrainJob
+from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset
+from storage.objects import open_store
 from tests.flows.test_train_worker import dataset, make_job, metrics, target, write_job
 
 __all__ = ["dataset", "target"]
 MAIN = "MainThread"
+
+
+GUARD = "size mismatch at index 0. expected 3, actual 4"
+QUIET = {"compile": True, "log_every": 99, "checkpoint_every": 99, "validation_fraction": 0.0}
+"""Nothing lies between the steps of a run but the rows of the next one."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +86,46 @@ def test_metrics_name_what_takes_another_rank_off_the_fast_path(
     job = make_job(dataset, target, tmp_path, compile=True, on_recompile="warn", max_steps=12, log_every=12)
     told: list[Message] = []
     run_ranks("tests.flows.recompiling_rank", [write_job(job)], ranks=2, on_message=told.append)
-    recompiled = [m for m in told if m["kind"] == "off_fast_path" and "recompiled" in str(m["reasons"])]
+    recompiled = [m for m in told if m["kind"] == "off_fast_path" and GUARD in str(m["reasons"])]
     assert [m["rank"] for m in recompiled] == [1]
     assert [row["off_fast_path/recompile"] for row in metrics(job) if "loss" in row] == [1]
+
+
+def test_a_recompile_ends_the_run_with_its_guard(dataset: Dataset, target: str, tmp_path: Path) -> None:
+    job = make_job(dataset, target, tmp_path, compile=True)
+    with pytest.raises(RanksFailed, match=f"(?s)recompile.*{GUARD}"):
+        run_ranks("tests.flows.recompiling_rank", [write_job(job)], ranks=2)
+    assert Checkpoints(open_store(job.config.output), {}, keep=9).steps() == []
+    assert not Path(job.export).exists()
+
+
+def test_a_run_says_that_it_is_on_the_fast_path(dataset: Dataset, target: str, tmp_path: Path) -> None:
+    long_steps = {"rows_per_step": 8, "epochs": 20, "max_steps": 20}
+    told = told_by_starved(make_job(dataset, target, tmp_path, **QUIET, **long_steps), 0.0)
+    (fast,) = [m for m in told if m["kind"] == "fast_path"]
+    assert WARM_STEPS + WINDOW < fast["step"] <= 20
+    lines = [m["text"] for m in told if "on the fast path" in m.get("text", "")]
+    assert lines == [
+        f"on the fast path at step {fast['step']}: {fast['step_ms']:.1f} ms a step, no recompile"
+    ]
+
+
+def test_a_run_starved_of_data_is_named_and_not_on_the_fast_path(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, **QUIET, max_steps=14)
+    told = told_by_starved(job, 0.2)
+    kinds = [m["kind"] for m in told]
+    named = [m for m in told if m["kind"] == "off_fast_path" and "for data" in str(m["reasons"])]
+    assert [m["step"] for m in named] == [10], "as soon as five steps after warm-up have been reported"
+    assert "fast_path" not in kinds
+    (row,) = [row for row in metrics(job) if "loss" in row]
+    assert row["off_fast_path/data_wait"] == 1 and row["signs_off_fast_path"] >= 1
+    assert row["data_wait_ms"] > 100
+
+
+def told_by_starved(job: TrainJob, seconds: float) -> list[Message]:
+    told: list[Message] = []
+    arguments = [str(seconds), write_job(job)]
+    run_ranks("tests.flows.starved_rank", arguments, ranks=1, on_message=told.append)
+    return told

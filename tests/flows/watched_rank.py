@@ -1,7 +1,6 @@
 """Runs another rank's main and tells in which threads it called compiled code, compiled, and traced.
 
-`-m tests.flows.watched_rank MODULE ARGUMENTS...`. Compiled functions get the backend "aot_eager":
-everything that traces stays, and the C++ compiler, which takes minutes and no part in the fault, goes.
+`-m tests.flows.watched_rank MODULE ARGUMENTS...`
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch.fx import Tracer
 
 from flows.ranks import say, serve_rank
+from tests.core.aot_eager import aot_eager
 
 calls: Counter[str] = Counter()
 compiles: Counter[str] = Counter()
@@ -30,12 +30,10 @@ def here() -> str:
 
 def watch_compile() -> None:
     """Make `torch.compile` note each call of what it returns, and each compile and trace note its thread."""
-    compile_, trace = torch.compile, Tracer.trace
+    trace = Tracer.trace
 
     def noting_compile(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        assert not isinstance(model, torch.nn.Module), "modules are compiled nowhere; extend this watch if so"
-        kept = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
-        compiled = compile_(model, backend="aot_eager", **kept)
+        compiled = aot_eager(model, **options)
 
         def call(*arguments: Any, **named: Any) -> Any:
             calls[here()] += 1
