@@ -24,7 +24,8 @@ from flows.respond import EndpointConfig
 from flows.yaml_file import dump_yaml, read_as_json
 from storage.codec import parse_codec
 from storage.compile_session import CompileCacheConfig
-from storage.object_store import StoreConfig
+from storage.object_store import StoreConfig, StoreError
+from storage.objects import Address
 from storage.reader import ReaderConfig
 from storage.writer import WriterConfig
 
@@ -110,7 +111,7 @@ class ExtractConfig(Config):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)] = "activations"
     """First part of the data set's folder; the rest is its fingerprint."""
-    store: Text
+    store: Address
     """Where data sets live: a folder, file:///folder, or s3://bucket/prefix."""
     chats: Annotated[tuple[Text, ...], Field(min_length=1)]
     """Files (.jsonl, .json, .parquet), folders, or Hugging Face data sets (name, name:split)."""
@@ -245,14 +246,14 @@ class OverfitGate(Config):
 class TrainConfig(Config):
     """From a sealed data set to an exported, evaluated drafter."""
 
-    dataset: Text
+    dataset: Address
     """The data set's folder: a path, file:///folder, or s3://bucket/prefix. A folder that holds exactly one
     data set will do."""
     target: Annotated[TargetName, AfterValidator(_named)]
     """Folder or hub name of the target, whose embedding and head the drafter borrows."""
     revision: Text | None = None
     """Hub revision of the target."""
-    output: Text
+    output: Address
     """Folder for checkpoints, metrics, the exported drafter and the report; a run continues what it finds."""
     drafter: DrafterShape
     """What to train."""
@@ -289,7 +290,7 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         # Strict JSON lets lists be tuples, text be paths and whole numbers be fractions, and nothing else.
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise _in_words(error, kind, str(path)) from error
+        raise _in_words(error, kind, str(path)) from None  # it holds the input, perhaps a secret
 
 
 def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> AnyConfig:
@@ -297,7 +298,7 @@ def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> A
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _in_words(error, kind, where) from error
+        raise _in_words(error, kind, where) from None  # it holds the input, perhaps a secret
 
 
 def dump_config(config: Config) -> str:
@@ -335,6 +336,8 @@ def _plain(fault: Any, kind: type[Config]) -> str:
     if fault["type"] == "missing":
         return "missing"
     given = fault["input"]
+    if isinstance(fault.get("ctx", {}).get("error"), StoreError):
+        return str(fault["ctx"]["error"])  # what was given may hold a secret
     words = _WORDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     if fault["type"] == "string_type" and isinstance(given, int | float):
         words += "; quotes make it one"

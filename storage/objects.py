@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from dflash_core.configuration import fingerprint
+from pydantic import AfterValidator
+
+from dflash_core.configuration import Text, fingerprint
 from storage.local_objects import LocalStore
 from storage.object_store import (
     ObjectExists,
@@ -31,6 +33,7 @@ from storage.patience import Interrupted, Patience
 from storage.s3_store import S3Store
 
 __all__ = [
+    "Address",
     "ObjectExists",
     "ObjectInfo",
     "ObjectNotFound",
@@ -38,6 +41,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "StoreError",
+    "check_address",
     "open_store",
 ]
 
@@ -46,43 +50,58 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
-    """Open file:///abs/path, a plain path, or s3://bucket/prefix.
+def check_address(uri: str) -> str:
+    """Return the address of a store unchanged.
 
-    Keys, endpoint and region of S3 come from the usual AWS_* variables and files.
-    Raises StoreError for another scheme, a mistyped one, or an address that carries credentials. What is
-    wrong there is not shown: a secret with a slash in it looks like the beginning of a prefix.
+    Raises StoreError for a scheme other than file:// and s3://, a mistyped one, or an address that carries
+    credentials. What is wrong there is not shown: a secret with a slash in it looks like the beginning of a
+    prefix.
     """
-    text = str(uri)
-    if "://" not in text:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.\-]*:/|s3/", text):
+    if "://" not in uri:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.\-]*:/|s3/", uri):
             raise StoreError(
                 "the store's address looks mistyped: write s3://bucket/prefix, or ./ before a folder's name"
             )
-        return LocalStore(Path(text))
-    parts = urlsplit(text)
+        return uri
+    parts = urlsplit(uri)
     if "@" in parts.netloc:
         raise StoreError(
             f"the {parts.scheme}:// address carries credentials: leave them out and set AWS_ACCESS_KEY_ID "
             "and AWS_SECRET_ACCESS_KEY instead"
         )
+    if parts.scheme not in ("file", "s3"):
+        raise StoreError(
+            f"{parts.scheme}:// is no store's address: write a local path, file:///path or s3://bucket/prefix"
+        )
+    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+        raise StoreError("a file:// address names no host: write file:///absolute/path (three slashes)")
+    if parts.scheme == "s3" and not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", parts.netloc):
+        raise StoreError(
+            "what follows s3:// is no name of a bucket: write s3://bucket/prefix, and set credentials as "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    return uri
+
+
+Address = Annotated[Text, AfterValidator(check_address)]
+"""The address of a store in a configuration."""
+
+
+def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:
+    """Open file:///abs/path, a plain path, or s3://bucket/prefix.
+
+    Keys, endpoint and region of S3 come from the usual AWS_* variables and files. Raises StoreError for what
+    is no address (`check_address`), and for a bucket that does not answer.
+    """
+    text = check_address(str(uri))
+    if "://" not in text:
+        return LocalStore(Path(text))
+    parts = urlsplit(text)
     if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost"):
-            raise StoreError("a file:// address names no host: write file:///absolute/path (three slashes)")
         return LocalStore(Path(unquote(parts.path)))
-    if parts.scheme == "s3":
-        config = config or StoreConfig()
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", parts.netloc):
-            raise StoreError(
-                "what follows s3:// is no name of a bucket: write s3://bucket/prefix, and set credentials as "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
-        connection = _connect(config)
-        _greet(connection, parts.netloc)
-        return S3Store(connection, parts.netloc, text.split("://", 1)[1].partition("/")[2])
-    raise StoreError(
-        f"{parts.scheme}:// is no store's address: write a local path, file:///path or s3://bucket/prefix"
-    )
+    connection = _connect(config or StoreConfig())
+    _greet(connection, parts.netloc)
+    return S3Store(connection, parts.netloc, text.split("://", 1)[1].partition("/")[2])
 
 
 def _connect(config: StoreConfig) -> Connection:

@@ -112,6 +112,19 @@ def test_what_no_rank_could_do_is_refused_by_name(tmp_path: Path, text: str, wor
         load_config(TrainConfig, write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    "address", ["s3://AKIA123:hidden-word@bucket/p", "s3://AKIA123/hidden-word", "s3://a:hidden-word@bucket"]
+)
+def test_an_address_with_credentials_is_refused_and_not_shown(tmp_path: Path, address: str) -> None:
+    for kind, text in (
+        (ExtractConfig, GOOD.replace("s3://bucket/prefix", address)),
+        (TrainConfig, TRAIN.replace("here", address)),
+    ):
+        with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY") as caught:
+            load_config(kind, write(tmp_path, text))
+        assert "hidden-word" not in str(caught.value) and caught.value.__cause__ is None
+
+
 def test_numbers_and_dates_are_what_they_look_like(tmp_path: Path) -> None:
     text = TRAIN + "gpus: [5, '6']\nrevision: 2024-01-31\n"
     text += "training: {optimizer: {learning_rate: 1e-3, clip_norm: 1}, loss: {gamma: 2.5e1}}\n"
