@@ -1,0 +1,94 @@
+"""The clock of the steps on the CPU: times, gaps, and what is told two steps later."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from dflash_core.distributed import World
+from dflash_core.step_clock import StepClock, StepReport
+from tests.core.training_rows import ALONE, CPU
+from tests.spawned_ranks import results_of_ranks
+
+FINE = torch.tensor(-1)
+
+
+def take(
+    clock: StepClock, step: int, *, wait_s: float = 0.0, work_s: float = 0.0, stop: bool = False
+) -> StepReport | None:
+    time.sleep(wait_s)
+    clock.begin()
+    time.sleep(work_s)
+    return clock.end(step, FINE, stop)
+
+
+def test_a_step_is_told_of_two_steps_later_and_drain_tells_the_rest() -> None:
+    clock = StepClock(ALONE)
+    told = [take(clock, step) for step in range(5)]
+    assert told[:2] == [None, None]
+    assert [report.optimizer_step for report in told[2:] if report is not None] == [0, 1, 2]
+    assert [report.optimizer_step for report in clock.drain()] == [3, 4]
+    assert clock.drain() == []
+
+
+def test_gaps_are_the_waiting_and_not_the_work() -> None:
+    clock = StepClock(ALONE, ahead=3)
+    began = time.perf_counter()
+    for step, wait_s in enumerate((0.1, 0.02, 0.0)):
+        take(clock, step, wait_s=wait_s, work_s=0.05)
+    whole_ms = 1000 * (time.perf_counter() - began)
+    reports = clock.drain()
+    assert reports[0].gap_ms == 0.0, "there was no step before it"
+    assert reports[1].gap_ms >= 20.0
+    assert all(report.step_ms >= 50.0 for report in reports)
+    assert sum(report.step_ms + report.gap_ms for report in reports) <= whole_ms - 100.0
+
+
+def test_what_is_forgotten_is_no_gap() -> None:
+    clock = StepClock(ALONE)
+    take(clock, 0)
+    clock.drain()
+    clock.forget()
+    take(clock, 1, wait_s=0.05)
+    take(clock, 2, wait_s=0.02)
+    after, later = clock.drain()
+    assert after.gap_ms == 0.0 and later.gap_ms >= 20.0
+
+
+def test_a_step_that_was_not_finite_is_named_by_all_later_ones() -> None:
+    clock = StepClock(ALONE, ahead=0)
+    halted = []
+    for step, at in enumerate((-1, 1, 1)):
+        clock.begin()
+        report = clock.end(step, torch.tensor(at), stop=False)
+        assert report is not None and not report.stop
+        halted.append(report.halted_at)
+    assert halted == [-1, 1, 1]
+
+
+def _rank(rank: int, size: int, port: int, results: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    clock = StepClock(World(rank=rank, size=size, device=CPU))
+    reports = [take(clock, step, stop=rank == 1 and step >= 1) for step in range(4)]
+    told = [report for report in reports if report is not None] + clock.drain()
+    results.put([(report.optimizer_step, report.stop) for report in told])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_learn_of_a_request_to_stop_at_the_same_step() -> None:
+    for told in results_of_ranks(_rank, 2):
+        assert told == [(0, False), (1, True), (2, True), (3, True)]
+
+
+def test_alone_a_request_to_stop_comes_back() -> None:
+    clock = StepClock(ALONE, ahead=1)
+    assert take(clock, 0, stop=True) is None
+    report = take(clock, 1)
+    assert report is not None and report.stop
+    (last,) = clock.drain()
+    assert not last.stop
