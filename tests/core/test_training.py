@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from dflash_core.configuration import UserError
 from dflash_core.distributed import World
 from dflash_core.optimizer import OptimizerConfig, rate_factor
 from dflash_core.training import NonFiniteError, Trainer
+from tests.core.aot_eager import aot_eager
 from tests.core.training_rows import CPU, gradients, make_row, random_samples, tiny_trainer
 from tests.spawned_ranks import results_of_ranks
 
@@ -72,6 +74,30 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     other.drafter.checkpoint_layers()
     rows = rows_for(trainer)[:2]
     assert_same(gradients(trainer, rows)[1], gradients(other, rows)[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_there_is_one_graph_for_all_rows_whether_layers_are_recomputed_or_not(
+    monkeypatch: pytest.MonkeyPatch, checkpoint_layers: bool
+) -> None:
+    monkeypatch.setattr(torch, "compile", aot_eager)
+    torch.compiler.reset()
+    counters.clear()
+    trainer = tiny_trainer(compile=True, checkpoint_layers=checkpoint_layers)
+    rows = [*rows_for(trainer), make_row([], trainer.drafter.config)]
+    try:
+        trainer.step(rows[:1], 1)
+        assert counters["stats"]["unique_graphs"] == 5, "context, first, other and last layers, norm"
+        trainer.validate(rows[:1])
+        assert counters["stats"]["unique_graphs"] == 10, "and the same without gradients"
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in range(2):
+            trainer.step(rows, len(rows))
+            trainer.validate(rows)
+        assert counters["stats"]["unique_graphs"] == 10
+    finally:
+        torch.compiler.set_stance("default")
+        torch.compiler.reset()
 
 
 def tensors_of(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -147,6 +173,34 @@ def test_accumulated_step_equals_adamw_on_the_mean_gradient() -> None:
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+def test_muon_steps_equal_torchs_on_the_mean_gradients() -> None:
+    """Two steps, so that the momentum counts, with the matrices in one plain optimizer."""
+    options = {"name": "muon", "learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"}
+    trainer = tiny_trainer(optimizer={**options, "clip_norm": 0.05, "weight_decay": 0.1})
+    copies = {n: torch.nn.Parameter(p.detach().clone()) for n, p in trainer.drafter.named_parameters()}
+    matrices = [p for p in copies.values() if p.ndim == 2]
+    vectors = [p for p in copies.values() if p.ndim == 1]
+    muon = torch.optim.Muon(
+        matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    adam = torch.optim.AdamW(vectors, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for rows in (rows_for(trainer), rows_for(trainer, epoch=1)[:2]):
+        before = {n: p.detach().clone() for n, p in copies.items()}
+        _, mean = gradients(trainer, rows)
+        norm = math.sqrt(sum(float(g.pow(2).sum()) for g in mean.values()))
+        assert norm > 0.05
+        for name, p in copies.items():
+            p.grad = mean[name] * (0.05 / norm)
+        muon.step()
+        adam.step()
+        trainer.step(rows, len(rows))
+        for name, p in trainer.drafter.named_parameters():
+            wanted, found = copies[name].detach() - before[name], p.detach() - before[name]
+            error = float((found - wanted).norm() / wanted.norm())
+            assert error < 0.03, f"{name}: {error}"  # orthogonalised in bf16
+            copies[name].data.copy_(p.detach())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
