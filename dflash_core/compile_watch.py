@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 FINGERPRINT_VARIABLE = "DFLASH_COMPILE_FINGERPRINT"
 START_VARIABLE = "DFLASH_COMPILE_START"
 VERSION_VARIABLE = "DFLASH_COMPILE_VERSION"
+VERSION_FILE_VARIABLE = "DFLASH_COMPILE_VERSION_FILE"
+"""A file that the launcher makes when it publishes: it holds the name of the version."""
 LAUNCHED_VARIABLE = "DFLASH_COMPILE_LAUNCHED"
 TORCH_KEY_VARIABLE = "DFLASH_COMPILE_TORCH_KEY"
 COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -118,14 +121,18 @@ class CompileReport(Config):
 
 
 def environment_for_ranks(
-    fingerprint: Fingerprint, start: StartState, version: str | None = None
+    fingerprint: Fingerprint,
+    start: StartState,
+    version: str | None = None,
+    version_file: Path | None = None,
 ) -> dict[str, str]:
     """Return the variables that ranks need before they import torch.
 
     Both caches get one fixed folder on this machine; remote caches are switched off. `version` names what was
-    restored; ranks find it in `VERSION_VARIABLE`, for their checkpoints. The digest of torch's sources is
-    passed on, as torch does to its own workers, so that not every rank reads all of torch again. Where there
-    is nothing to compile, ranks start no compile workers, unless the user's environment says how many.
+    restored; what is published later is named in `version_file` (see `cache_in_use`). The digest of torch's
+    sources is passed on, as torch does to its own workers, so that not every rank reads all of torch again.
+    Where there is nothing to compile, ranks start no compile workers, unless the user's environment says how
+    many.
     """
     root = fingerprint.cache_dir
     alone = start != "cold" and COMPILE_THREADS_VARIABLE not in os.environ
@@ -136,6 +143,7 @@ def environment_for_ranks(
         FINGERPRINT_VARIABLE: fingerprint.id,
         START_VARIABLE: start,
         VERSION_VARIABLE: version or "",
+        VERSION_FILE_VARIABLE: str(version_file or ""),
         TORCH_KEY_VARIABLE: fingerprint.environment.torch_sources,
         LAUNCHED_VARIABLE: f"{time.time():.3f}",
         **({COMPILE_THREADS_VARIABLE: "1"} if alone else {}),
@@ -145,13 +153,17 @@ def environment_for_ranks(
 def cache_in_use(variables: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Say which cache the launcher gave to this rank, for its checkpoints; None without a launcher.
 
-    Of a cold start only the fingerprint is known: its version is published after the first step.
+    "version" is the one that this run has published, once it has, else the one that was restored, if any.
     """
     if FINGERPRINT_VARIABLE not in variables:
         return None
+    version = variables[VERSION_VARIABLE]
+    if file := variables.get(VERSION_FILE_VARIABLE):
+        with suppress(FileNotFoundError):
+            version = Path(file).read_text()
     return {
         "fingerprint": variables[FINGERPRINT_VARIABLE],
-        "version": variables[VERSION_VARIABLE],
+        "version": version,
         "start": variables[START_VARIABLE],
     }
 

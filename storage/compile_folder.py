@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ class CacheFolder:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.path = fingerprint.cache_dir
+        self.version_file = self._beside(f".version-{secrets.token_hex(4)}")
+        """Where this run's ranks read which version it has published; see `name_version`."""
         self._fingerprint = fingerprint
         self._lock: TextIO | None = None
 
@@ -67,18 +70,18 @@ class CacheFolder:
     def release(self) -> None:
         """Use the folder no longer."""
         if self._lock is not None:
+            self.version_file.unlink(missing_ok=True)
             os.utime(self._lock.fileno())
             self._lock.close()
             self._lock = None
 
     def seal(self, manifest: Manifest, key: bytes | None) -> None:
         """Note what the folder holds, beside it, signed when there is a key."""
-        written = self._beside(f".json.{os.getpid()}")
-        try:
-            written.write_bytes(seal(manifest, key))
-            written.replace(self._beside(".json"))
-        finally:
-            written.unlink(missing_ok=True)
+        _write_whole(self._beside(".json"), seal(manifest, key))
+
+    def name_version(self, name: str) -> None:
+        """Tell this run's ranks what the folder was published as."""
+        _write_whole(self.version_file, name.encode())
 
     def sealed(self, key: bytes | None) -> Manifest | None:
         """Return what was noted, if every byte of the folder is still like that; with a key, if it signed."""
@@ -91,6 +94,15 @@ class CacheFolder:
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        written.write_bytes(data)
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def private_folder(folder: Path) -> None:
@@ -137,7 +149,8 @@ def _sweep(root: Path) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder and its seal, unless a run did use it not long ago. Raises OSError when one does now.
+    """Remove a folder and what is noted beside it, unless a run did use it not long ago. Raises OSError when
+    one does now.
 
     The lock itself stays: who has opened it already would otherwise hold one that nobody else sees.
     """
@@ -151,3 +164,5 @@ def _remove_unused(folder: Path) -> None:
             if unused():  # a run may have come and gone
                 remove_folder(folder)
                 folder.with_name(folder.name + ".json").unlink(missing_ok=True)
+                for left in folder.parent.glob(f"{folder.name}.version-*"):  # by killed launchers
+                    left.unlink(missing_ok=True)

@@ -115,6 +115,8 @@ class CompileSession:
         self.restore_seconds = 0.0
         self.publish_seconds: float | None = None
         self.reports: dict[int, CompileReport] = {}
+        self.settled = False
+        """Whether all ranks have reported, so that what they compiled was published."""
         self._store, self._config, self._ranks = store, config, ranks
         self._run_name = run_name
         self._current = Current(etag=None, manifest_name=None)
@@ -122,7 +124,6 @@ class CompileSession:
         self._byte_code: dict[str, str] = {}
         self._byte_code_lock: TextIO | None = None
         self._store_is_behind = False
-        self._settled = False
         self._reporting = threading.Lock()
 
     @classmethod
@@ -174,7 +175,8 @@ class CompileSession:
     def environment(self) -> dict[str, str]:
         """Variables that the ranks need before they import torch."""
         name = self.version.name if self.version else None
-        return {**environment_for_ranks(self.fingerprint, self.state, name), **self._byte_code}
+        ranks = environment_for_ranks(self.fingerprint, self.state, name, self._folder.version_file)
+        return {**ranks, **self._byte_code}
 
     def prepare(self) -> None:
         """Take the folder and fill it. `open` calls it."""
@@ -272,13 +274,13 @@ class CompileSession:
             self.notes.append(f"rank {report.rank} runs on {report.device}, the cache is that of {made_for}")
         for reason in report.reasons:
             log.info("rank %d compiled: %s", report.rank, reason)
-        if len(self.reports) >= self._ranks and not self._settled:
-            self._settled = True
+        if len(self.reports) >= self._ranks and not self.settled:
+            self.settled = True
             self.publish_if_new()
 
     def publish_rest(self) -> None:
         """Publish once more what ranks have compiled since their first reports, unless another run did so."""
-        if not self._settled or self.version is None:
+        if not self.settled or self.version is None:
             return
         known = {member.name for member in self.version.manifest.members}
         if not set(cache_files(self.folder)) - known:
@@ -314,6 +316,10 @@ class CompileSession:
         self.version = published
         self.notes.append(f"published version {published.name}")
         log.info("compile cache %s: %s", self.fingerprint.id[:16], self.notes[-1])
+        try:
+            self._folder.name_version(published.name)
+        except OSError as error:
+            self._warn(f"checkpoints will not name it: {error}")
         self._pin(forgiven=UserError)
         self._prune(published)
         return published
@@ -368,6 +374,7 @@ class CompileSession:
             "notes": list(self.notes),
             "slowest_start": self._slowest.parts if self._slowest else None,
             "nothing_compiled": bool(self.reports) and not any(r.compiled for r in self.reports.values()),
+            "compiling_threads": sorted({t for r in self.reports.values() for t in r.event_threads}),
             "compiled": {str(rank): list(report.reasons) for rank, report in sorted(self.reports.items())},
             "first_step_seconds": first,
             "cold_first_step_seconds": cold,

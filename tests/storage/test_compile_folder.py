@@ -45,6 +45,9 @@ def test_what_no_run_has_used_for_long_goes(tmp_path: Path) -> None:
     recent.release()
     seal = root / f"{unused.path.name}.json"
     seal.write_text("{}")
+    of_killed = root / f"{unused.path.name}.version-0123abcd"
+    of_killed.write_text("an/old one")
+    running.name_version("a/version")
     old_code, new_code, held_code = (root / "byte-code" / (str(i) * 16) for i in range(3))
     for folder in (old_code, new_code, held_code):
         folder.mkdir(parents=True)
@@ -61,7 +64,9 @@ def test_what_no_run_has_used_for_long_goes(tmp_path: Path) -> None:
         for folder in (recent.path, running.path, new_code, held_code, of_others, without_lock):
             assert folder.exists()
         assert not unused.path.exists() and not seal.exists() and not old_code.exists()
+        assert not of_killed.exists() and running.version_file.read_text() == "a/version"
     running.release()
+    assert not running.version_file.exists()
     used(root, "another").release()
     assert running.path.exists(), "it was used until now"
     age(running.path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_core.compile_fingerprint import Fingerprint, environment_here
-from dflash_core.compile_watch import CacheCounts, CompileReport
+from dflash_core.compile_watch import CacheCounts, CompileReport, cache_in_use
 from dflash_core.configuration import UserError
 from storage.compile_cache import Version, list_versions
 from storage.compile_session import CompileCacheConfig, CompileSession
@@ -91,6 +91,7 @@ def test_cold_then_restored_then_still_there(store: Store, ours: Fingerprint) ->
     assert {name: data for name, (data, _) in content(ours.cache_dir).items()} == FILES
     summary = second.summary()
     assert summary["nothing_compiled"] and summary["seconds_saved"] == 70
+    assert summary["compiling_threads"] == ["MainThread"]
     assert json.loads(json.dumps(summary)) == summary
 
     (ours.cache_dir / "locks").mkdir(exist_ok=True)
@@ -109,6 +110,28 @@ def test_variables_for_the_ranks(store: Store, ours: Fingerprint) -> None:
     assert first is not None
     with started(store, ours) as session:
         assert session.environment["DFLASH_COMPILE_VERSION"] == first.name
+
+
+def test_ranks_learn_what_was_published_after_their_start(store: Store, ours: Fingerprint) -> None:
+    with started(store, ours) as session:
+        variables = session.environment
+        said = {"fingerprint": ours.id, "version": "", "start": "cold"}
+        assert cache_in_use(variables) == said
+        write_cache(session.folder)
+        session.on_message(report(session, compiled=True))
+        first = session.version
+        assert first is not None and cache_in_use(variables) == said | {"version": first.name}
+    beside = {path.name for path in Path(ours.local_root).iterdir()}
+    assert beside == {session.folder.name + end for end in ("", ".json", ".lock")}
+
+    with started(store, ours) as session:  # restored, and then it meets something new
+        variables = session.environment
+        assert cache_in_use(variables) == said | {"version": first.name, "start": "restored"}
+        compile_more(session, "zz/later.so")
+        session.on_message(report(session, compiled=True))
+        second = session.version
+        assert second is not None and second != first
+        assert cache_in_use(variables) == said | {"version": second.name, "start": "restored"}
 
 
 def test_a_damaged_folder_on_this_machine_is_restored_again(store: Store, ours: Fingerprint) -> None:
