@@ -47,10 +47,19 @@ def train_on_ranks(
     progress = shown(report.start_progress, "training-progress", "optimizer steps")
     began = drawn = time.monotonic()
     told = 0.0
+    cache: dict[str, Any] | None = None
+
+    def show_cache() -> None:
+        nonlocal cache
+        if result.cache != cache:
+            cache = result.cache
+            shown(report.publish_cache, cache)
 
     def follow(message: Message) -> None:
         nonlocal told, drawn
         relay_message(message)
+        if message["kind"] == "compile_report":
+            show_cache()
         if message["kind"] == "metrics":
             logger.info("%s", report.metrics_line(message))
             now = time.monotonic()
@@ -65,7 +74,7 @@ def train_on_ranks(
         return without_traceback(lambda: train_steps.train(config, dataset, drafter, folder, result, follow))
     finally:
         shown(report.publish_curves, train_steps.plot_curves(folder))
-        shown(report.publish_cache, result.cache)
+        show_cache()
 
 
 def curves_interval(elapsed_s: float) -> float:
@@ -74,9 +83,16 @@ def curves_interval(elapsed_s: float) -> float:
 
 
 @task(name="overfit-one-sample", cache_policy=NO_CACHE, persist_result=False)
-def overfit_one_sample(config: TrainConfig, dataset: Dataset, drafter: DrafterConfig) -> float:
+def overfit_one_sample(
+    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, result: TrainingLog
+) -> float:
     """Pass the overfit gate before time goes into training."""
-    return without_traceback(lambda: train_steps.overfit_one_sample(config, dataset, drafter, relay_message))
+    try:
+        return without_traceback(
+            lambda: train_steps.overfit_one_sample(config, dataset, drafter, relay_message, result)
+        )
+    finally:
+        shown(report.publish_gate_cache, result.cache)
 
 
 @task(name="evaluate-drafter", cache_policy=NO_CACHE, persist_result=False)
@@ -105,9 +121,9 @@ def train_drafter(config: TrainConfig, dataset: str | None = None) -> State[Any]
 
 def _train(config: TrainConfig, folder: Path) -> State[Any]:
     data, drafter = value(check_dataset(config))
-    if config.overfit is not None:
-        _overfit(config, data, drafter)
     result = TrainingLog()
+    if config.overfit is not None:
+        result.gate_cache = _overfit(config, data, drafter)
     value(train_on_ranks(config, data, drafter, folder, result))
     try:
         if config.evaluation is not None:
@@ -119,11 +135,15 @@ def _train(config: TrainConfig, folder: Path) -> State[Any]:
     return Completed(message=f"the drafter is in {exported}", data=summary)
 
 
-def _overfit(config: TrainConfig, data: Dataset, drafter: DrafterConfig) -> None:
-    """Pass the gate, unless the run has begun. (Ranks refuse a checkpoint of another configuration.)"""
+def _overfit(config: TrainConfig, data: Dataset, drafter: DrafterConfig) -> dict[str, Any] | None:
+    """Pass the gate, unless the run has begun, and return what its compile cache did. (Ranks refuse a
+    checkpoint of another configuration.)
+    """
     begun = train_steps.begun_at(config)
     if begun is not None:
         get_run_logger().info("overfit gate skipped: there is a checkpoint of step %d already", begun)
-        return
-    length = value(overfit_one_sample(config, data, drafter))
+        return None
+    gate = TrainingLog()
+    length = value(overfit_one_sample(config, data, drafter, gate))
     get_run_logger().info("overfit gate passed: %.2f of %d slots", length, drafter.block_size)
+    return gate.cache

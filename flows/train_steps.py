@@ -115,7 +115,9 @@ class TrainingLog:
     stopped_at: int | None = None
     """Optimizer step at which the ranks ended early because somebody asked them to."""
     cache: dict[str, Any] | None = None
-    """Summary of the compile cache."""
+    """Summary of the compile cache, there once all ranks have taken their first step or the run has ended."""
+    gate_cache: dict[str, Any] | None = None
+    """That of the overfit gate, which starts first and leaves what it compiled to the run proper."""
     acceptance: dict[str, Any] | None = None
     """Report of the evaluation."""
     missed_gate: str | None = None
@@ -162,24 +164,28 @@ def train(
     with hold_devices(gpus), _compile_session(config, dataset, drafter, gpus, ranks) as session:
 
         def follow(message: Message) -> None:
-            if session is not None:
+            if session is not None and message["kind"] == "compile_report":
                 session.on_message(message)
+                if session.settled:
+                    result.cache = session.summary()
             result.on_message(message)
             if message["kind"] == "checkpoint" and next(checkpoints) % METRICS_KEPT_EVERY == 0:
                 _keep_metrics(config, folder)
             on_message(message)
 
-        run_ranks(
-            "flows.train_worker",
-            [str(file)],
-            ranks=ranks,
-            gpus=gpus,
-            environment=session.environment if session is not None else None,
-            silence_timeout_s=config.silence_timeout_s,
-            shutdown_s=CHECKPOINT_S,
-            on_message=follow,
-        )
-        result.cache = session.summary() if session is not None else None
+        try:
+            run_ranks(
+                "flows.train_worker",
+                [str(file)],
+                ranks=ranks,
+                gpus=gpus,
+                environment=session.environment if session is not None else None,
+                silence_timeout_s=config.silence_timeout_s,
+                shutdown_s=CHECKPOINT_S,
+                on_message=follow,
+            )
+        finally:
+            result.cache = session.summary() if session is not None else None
     if result.stopped_at is not None:
         raise RanksFailed(
             f"stopped on request after optimizer step {result.stopped_at}; run again to continue"
@@ -193,11 +199,16 @@ def begun_at(config: TrainConfig) -> int | None:
 
 
 def overfit_one_sample(
-    config: TrainConfig, dataset: Dataset, drafter: DrafterConfig, on_message: OnMessage
+    config: TrainConfig,
+    dataset: Dataset,
+    drafter: DrafterConfig,
+    on_message: OnMessage,
+    result: TrainingLog | None = None,
 ) -> float:
     """Train on one sample alone and return the acceptance length over its whole blocks (block_size: all).
 
-    Nothing of it is kept. Raises UserError when whole blocks are not accepted in the end.
+    Nothing of it is kept but what it compiled; `result` is filled as by `train`. Raises UserError when whole
+    blocks are not accepted in the end.
     """
     gate = config.overfit
     assert gate is not None
@@ -212,7 +223,7 @@ def overfit_one_sample(
         "init_from": None,
         "optimizer": rate,
     }
-    result = TrainingLog()
+    result = result or TrainingLog()
     with tempfile.TemporaryDirectory(prefix="dflash-overfit-") as scratch:
         update = {"output": scratch, "training": config.training.model_copy(update=alone)}
         train(config.model_copy(update=update), dataset, drafter, Path(scratch), result, on_message)
@@ -298,6 +309,7 @@ def write_report(config: TrainConfig, dataset: Dataset, result: TrainingLog, fol
         "acceptance": result.acceptance,
         "missed_gate": result.missed_gate,
         "compile_cache": result.cache,
+        "compile_cache_of_gate": result.gate_cache,
         "versions": software_versions(),
     }
     (folder / "report.json").write_text(json.dumps(without_nan(report), indent=1) + "\n")

@@ -20,11 +20,11 @@ from storage.objects import open_store
 MakeConfig = Callable[..., ExtractConfig]
 
 
-def table_of_last_run() -> dict[str, str]:
-    """What the newest "compile-cache" artifact says."""
+def table_of_last_run(key: str = "compile-cache") -> dict[str, str]:
+    """What the newest artifact of this key says."""
     from prefect.artifacts import Artifact
 
-    found: Any = Artifact.get("compile-cache")
+    found: Any = Artifact.get(key)
     return {row["what"]: row["value"] for row in json.loads(found.data)}
 
 
@@ -48,6 +48,7 @@ def test_a_wiped_machine_compiles_nothing(
     assert extract_hidden_states(config, return_state=True).is_completed()
     cold = table_of_last_run()
     assert cold["state"] == "cold" and cold["nothing_compiled"] == "False"
+    assert cold["compiling_threads"] == "['MainThread']", "a shard is finished in another one"
     versions, _ = list_versions(open_store(caches["uri"]))
     assert {version.name for version in versions if version.current} == {cold["version"]}
 
@@ -58,6 +59,7 @@ def test_a_wiped_machine_compiles_nothing(
     warm = table_of_last_run()
     assert (warm["state"], warm["version"]) == ("restored", cold["version"])
     assert warm["nothing_compiled"] == "True", warm["compiled"]
+    assert warm["compiling_threads"] == "['MainThread']", "which traces at every start"
     assert float(warm["seconds_saved"]) > 0
     assert list_versions(open_store(caches["uri"]))[0] == versions
 

@@ -24,12 +24,22 @@ from dflash_core.loss import LossConfig
 from flows.config import ExtractConfig, TrainConfig, dump_config
 from flows.extract_plan import plan_dataset
 from flows.launch import Message
+from flows.ranks import RanksFailed
 from flows.train_log import METRICS_FILE
-from flows.train_steps import TrainingLog, open_training_data, output_folder, read_metrics, train
+from flows.train_steps import (
+    TrainingLog,
+    open_training_data,
+    output_folder,
+    read_metrics,
+    train,
+    write_report,
+)
+from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset
 from storage.objects import open_store
 from tests.flows.conftest import errors_logged
 from tests.flows.plain_extraction import run_extraction
+from tests.flows.test_extract_cache import table_of_last_run
 from tests.storage.faulty_proxy import Rule, faulty_proxy
 from tests.tiny import NUM_LAYERS, write_tiny_target
 
@@ -224,6 +234,78 @@ def test_a_server_that_refuses_artifacts_costs_warnings_alone(train_config: Make
             state = train_drafter(train_config(training=training), return_state=True)
         assert state.is_completed() and "refuse" in proxy.met
     assert any("503" in line for line in errors_logged(state, logging.WARNING))
+
+
+def test_the_report_keeps_the_start_of_the_overfit_gate(
+    train_config: MakeConfig, sealed: Dataset, tmp_path: Path
+) -> None:
+    from flows.report import training_page
+
+    config = train_config()
+    result = TrainingLog(cache={"state": "restored"}, gate_cache={"state": "cold"})
+    summary = write_report(config, sealed, result, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["compile_cache_of_gate"] == {"state": "cold"}
+    run, gate = training_page(config, summary, result, tmp_path).split("## Compile cache of the overfit gate")
+    assert "| state | restored |" in run and "| state | cold |" not in run and "| state | cold |" in gate
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect")
+def test_runs_that_fail_after_their_first_step_have_told_of_the_compile_cache(
+    train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.artifacts import Artifact
+
+    from flows.train import train_drafter
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shape = train_config().drafter.model_dump() | {"num_layers": 1}
+    cache = {"uri": str(tmp_path / "caches"), "local_root": str(tmp_path / "root")}
+    training = {"row_tokens": 256, "anchors_per_row": 16, "compute_dtype": "float32", "compile": True}
+    often = {"log_every": 1, "checkpoint_every": 1, "epochs": 1000, "keep_checkpoints": 1000}
+    config = train_config(drafter=shape, training=training | often, cache=cache)
+    checkpoints = Checkpoints(open_store(config.output), {}, keep=1)
+    result = TrainingLog()
+    rank: list[int] = []
+    told: list[tuple[Any, Any]] = []
+
+    def kill_when_named(message: Message) -> None:
+        """End the rank with its first checkpoint that names a version; note what was known by then."""
+        if message["kind"] == "started":
+            rank.append(message["pid"])
+        if message["kind"] == "checkpoint" and not told and (steps := checkpoints.steps()):
+            note = checkpoints.record(steps[-1]).notes["compile_cache"]
+            if note["version"]:
+                told.append((note, result.cache))
+                os.kill(rank[0], signal.SIGKILL)
+
+    with output_folder(config) as folder, pytest.raises(RanksFailed, match="SIGKILL"):
+        train(config, *open_training_data(config), folder, result, kill_when_named)
+    ((note, cold),) = told
+    assert cold is not None and cold["state"] == "cold" and not cold["nothing_compiled"]
+    assert note == {"fingerprint": cold["fingerprint"], "version": cold["version"], "start": "cold"}
+    assert result.cache == cold
+    assert not list((tmp_path / "root").glob("*.version-*")), "the note for the ranks goes with the run"
+
+    diverging = train_config().training.optimizer.model_dump() | {"learning_rate": 1e30}
+    config = train_config(
+        output=str(tmp_path / "diverging"),
+        drafter=shape,
+        training=training | often | {"optimizer": diverging},
+        cache=cache,
+        overfit={"max_steps": 2, "least_share": 0.1},
+    )
+    state = train_drafter(config, return_state=True)
+    assert state.is_failed() and "finite" in (state.message or "")
+    for key in ("compile-cache-of-gate", "compile-cache"):
+        warm = table_of_last_run(key)
+        assert (warm["state"], warm["version"]) == ("restored", cold["version"]), key
+        assert warm["nothing_compiled"] == "True", warm["compiled"]
+    shown: list[Any] = [Artifact.get(key) for key in ("compile-cache", "training-curves")]
+    assert shown[0].created < shown[1].created, "after the first step, not at the end"
+    checkpoints = Checkpoints(open_store(config.output), {}, keep=1)
+    note = checkpoints.record(checkpoints.steps()[-1]).notes["compile_cache"]
+    assert note == {"fingerprint": cold["fingerprint"], "version": cold["version"], "start": "restored"}
 
 
 def cut_off(config: Path, output: Path, after_step: int) -> tuple[int, str]:
