@@ -5,8 +5,9 @@ exports.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dflash_core.distributed import World
 from dflash_core.export import load_exported
 from dflash_core.training import NonFiniteError, TrainingConfig
 from flows.config import TrainConfig
+from flows.launch import Message
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
 from flows.train_worker import TrainJob, identity_of, load_weights, train
@@ -116,13 +118,20 @@ def write_job(job: TrainJob) -> str:
     return str(folder / "run.json")
 
 
-def stopped_when(job: TrainJob, folder: Path, ranks: int, **said: Any) -> dict[str, Any]:
+def stopped_when(
+    job: TrainJob, folder: Path, ranks: int, gpus: Sequence[str] = (), **said: Any
+) -> dict[str, Any]:
     """Run the ranks, of which the first is asked to stop when it has said this; return its last message."""
     heard: list[dict[str, Any]] = []
     arguments = ["SIGTERM", json.dumps(said), str(folder / "asked"), "flows.train_worker", write_job(job)]
     environment = {"OMP_NUM_THREADS": "1"}
     run_ranks(
-        "tests.flows.signalled", arguments, ranks=ranks, environment=environment, on_message=heard.append
+        "tests.flows.signalled",
+        arguments,
+        ranks=ranks,
+        gpus=gpus,
+        environment=environment,
+        on_message=heard.append,
     )
     return next(message for message in heard if message["kind"] == "finished")
 
@@ -173,6 +182,52 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     losses = [(row["step"], row["loss"]) for row in metrics(job) if "loss" in row]
     assert losses == [(row["step"], row["loss"]) for row in metrics(whole) if "loss" in row]
+
+
+def whole_and_stopped(
+    dataset: Dataset, target: str, folder: Path, gpus: Sequence[str] = (), **training: Any
+) -> tuple[list[Message], TrainJob, TrainJob]:
+    """Run ranks to the end, and others that are stopped after eight steps and continued; return what the
+    first ones said. The shapes are such that a GPU can take them.
+    """
+    values = {"row_tokens": 128, "anchors_per_row": 32, "epochs": 24, "max_steps": 24}
+    often = {"log_every": 4, "checkpoint_every": 8, "validate_every": 24}
+    jobs = [
+        make_job(dataset, target, folder / name, **values, **often, **training)
+        for name in ("whole", "stopped")
+    ]
+    whole, stopped = (
+        job.model_copy(update={"drafter": job.drafter.model_copy(update={"head_dim": 64})}) for job in jobs
+    )
+    ranks: dict[str, Any] = {"ranks": 1, "gpus": gpus, "environment": {"OMP_NUM_THREADS": "1"}}
+    told: list[Message] = []
+    run_ranks("flows.train_worker", [write_job(whole)], **ranks, on_message=told.append)
+    finished = stopped_when(stopped, folder, 1, gpus, kind="checkpoint", step=8)
+    assert finished["stopped"] and 8 < finished["optimizer_step"] < 12
+    run_ranks("flows.train_worker", [write_job(stopped)], **ranks)
+    return told, whole, stopped
+
+
+def assert_same_course(whole: TrainJob, stopped: TrainJob, noise: float) -> None:
+    """All rows were read as often, each reading but the divided one is of the same rows, with losses as far
+    apart as `noise`.
+    """
+    counts = ("context_tokens", "blocks", "scored_slots")
+    one, other = ({row["step"]: row for row in metrics(job) if "loss" in row} for job in (whole, stopped))
+    for name in counts:
+        assert sum(row[name] for row in one.values()) == sum(row[name] for row in other.values())
+    assert list(one) == [4, 8, 12, 16, 20, 24] and len(other) == 7
+    for step in (4, 8, 16, 20, 24):
+        assert [other[step][name] for name in counts] == [one[step][name] for name in counts]
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=noise)
+    assert one[24]["loss"] < 0.95 * one[4]["loss"]
+
+
+def test_a_run_stopped_between_two_readings_goes_on_as_the_whole_one(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    _, whole, stopped = whole_and_stopped(dataset, target, tmp_path)
+    assert_same_course(whole, stopped, noise=1e-6)
 
 
 def test_a_checkpoint_is_safe_before_its_validation_which_is_not_silent(
@@ -284,10 +339,25 @@ def test_where_the_best_checkpoint_is_damaged_the_last_is_exported(
     assert exported["step"] == last and exported["acceptance_length"] is None
 
 
+def as_released(exported: str, folder: Path) -> str:
+    """Copy a drafter with the config.json of public releases: nothing of ours in it, no key twice."""
+    shutil.copytree(exported, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dflash_pipeline", "rope_parameters", "torch_dtype"):
+        del config[name]
+    for name in ("block_size", "num_target_layers"):
+        del config["dflash_config"][name]
+    config |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "use_cache": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("released", [False, True])
 def test_a_run_may_start_from_an_exported_drafter(
-    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path, released: bool
 ) -> None:
-    job = make_job(dataset, target, tmp_path, init_from=whole.export, max_steps=1)
+    folder = as_released(whole.export, tmp_path / "released") if released else whole.export
+    job = make_job(dataset, target, tmp_path, init_from=folder, max_steps=1)
     drafter, _, _ = load_weights(job, ALONE)
     start = load_exported(Path(whole.export), dtype=torch.float32)
     assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), start.parameters(), strict=True))

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dflash_core.distributed import World
+from dflash_core.fast_path import fused_attention_calls, require_fused_attention
 from dflash_core.training import Trainer, TrainingRow
 from storage.checkpoints import Checkpoints, Position
 from storage.objects import open_store
@@ -115,10 +116,14 @@ def test_fp8_layers_are_near() -> None:
         assert error < 0.2, f"{parameter}: {error}"
 
 
-def test_one_graph_for_every_row_and_no_synchronisation_in_a_step() -> None:
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_one_graph_for_every_row_and_no_synchronisation_in_a_step(checkpoint_layers: bool) -> None:
     torch.compiler.reset()  # graphs of other tests must not serve as second ones here
+    common = {"learning_rate": 1e-3, "ema_decay": 0.9}
     trainers = [
-        trainer_on("cuda", "bfloat16", optimizer={"name": name, "learning_rate": 1e-3, "ema_decay": 0.9})
+        trainer_on(
+            "cuda", "bfloat16", checkpoint_layers=checkpoint_layers, optimizer={"name": name, **common}
+        )
         for name in ("adamw", "muon")
     ]
     rows = [row_on("cuda", trainers[0], lengths) for lengths in ROWS.values()]
@@ -146,14 +151,10 @@ def test_attention_is_fused_in_every_layer() -> None:
     trainer = trainer_on("cuda", "bfloat16")
     row = row_on("cuda", trainer, ROWS["documents"])
     trainer.step([row], 1)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        trainer.step([row], 1)
-        torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if "flex_attention" in e.name]
-    forward = [n for n in names if "backward" not in n]
-    assert len(forward) == trainer.drafter.config.num_layers, names
-    assert len(names) > len(forward)
+    layers = trainer.drafter.config.num_layers
+    forward, backward = fused_attention_calls(lambda: trainer.step([row], 1))
+    require_fused_attention(forward, backward, layers=layers)
+    assert forward == layers, "each layer's is computed once"
 
 
 def test_overfits_on_the_gpu() -> None:
