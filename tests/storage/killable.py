@@ -67,20 +67,29 @@ class Workers:
 
     def run(self, task: dict[str, Any], kill_after: float | None = None) -> int:
         """Run one worker; returns its exit code, -9 when it was killed in time."""
-        assert self._process.stdin and self._process.stdout
-        print(json.dumps(task), file=self._process.stdin, flush=True)
-        child = int(self._process.stdout.readline())
+        child = self._begin(task)
         if kill_after is not None:
             time.sleep(kill_after)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        return int(self._process.stdout.readline())
+        return self._answer()
 
     def seconds(self, task: dict[str, Any]) -> float:
         """Let one worker finish; returns how long its work takes here and now."""
+        self._begin(task)
         began = time.monotonic()
-        assert self.run(task) == 0
+        assert self._answer() == 0
         return time.monotonic() - began
+
+    def _begin(self, task: dict[str, Any]) -> int:
+        """Start one worker; returns its process id when it begins its work, after all imports."""
+        assert self._process.stdin
+        print(json.dumps(task), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self._process.stdout
+        return int(self._process.stdout.readline())
 
     def kill_often(self, do: str, stores: Iterable[str], longest: float, seed: int, kills: int) -> list[str]:
         """Kill so many workers at random moments of their work, and start them again.
