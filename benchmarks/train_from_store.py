@@ -94,7 +94,7 @@ def main() -> None:
         tell(from_memory_again_ms=rounded(again))
         path = FastPath(median(memory + again))
         for report in reports:
-            path.observe(report.step_ms)
+            path.observe(report.step_ms, report.gap_ms)
         tell(
             share_of_speed=round(mean(memory + again) / store_ms, 4),
             off_fast_path=list(path.check().values()),
