@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def expand_home(path: str) -> str:
+    """Return a path in which ~ is one's home; "~name" of a user whom nobody knows stays as it is."""
+    return os.path.expanduser(path)  # noqa: PTH111  pathlib's raises for an unknown user
+
 
 Text = Annotated[str, Field(min_length=1)]
 """A path, an address, a name: never empty, or the current folder would be meant unnoticed."""
+LocalPath = Annotated[Text, AfterValidator(expand_home)]
+"""A path of this machine, in which ~ is one's home."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What random numbers begin with: torch, numpy and servers take all of these."""
 

@@ -7,16 +7,22 @@ target: the ranks of training do without it.
 from __future__ import annotations
 
 import hashlib
-import os.path
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from dflash_core.configuration import UserError, fingerprint
+from dflash_core.configuration import UserError, expand_home, fingerprint
 from dflash_core.records import TargetSpec
 
-TargetName = Annotated[str, AfterValidator(os.path.expanduser)]
+
+def _named(target: str) -> str:
+    if not target:
+        raise ValueError("no target is named; give a folder, or a model of the hub")
+    return expand_home(target)
+
+
+TargetName = Annotated[str, AfterValidator(_named)]
 """Folder of a target ("~" is one's home), or its name on the hub."""
 
 _TOKENIZER_FILES = (

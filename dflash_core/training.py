@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from dflash_core.configuration import Config, Seed, Text, UserError
+from dflash_core.configuration import Config, LocalPath, Seed, UserError
 from dflash_core.distributed import GradientReducer, World, backward_order
 from dflash_core.drafter import Drafter
 from dflash_core.loss import LossConfig, SlotLosses, Teacher, dpace_weights, head_loss, slot_weights, spread
@@ -59,7 +59,7 @@ class TrainingConfig(Config):
     """What `benchmarks/train_step.py` measured for these shapes on this card; a slower step is named in log
     and metrics. None: what the run's own first steps take. No influence on the result.
     """
-    init_from: Text | None = None
+    init_from: LocalPath | None = None
     """Exported drafter folder to start from; None: random weights."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the samples (by hash of their ids) that is kept out of training."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from dflash_core.chat import ChatConfig
-from dflash_core.configuration import Config, Text, UserError
+from dflash_core.configuration import Config, LocalPath, Text, UserError
 from dflash_core.drafter import DrafterConfig, LayerType
 from dflash_core.records import CaptureSpec, TargetSpec
 from dflash_core.respond import GenerationSettings
@@ -25,7 +25,7 @@ from flows.yaml_file import dump_yaml, read_as_json
 from storage.codec import parse_codec
 from storage.compile_session import CompileCacheConfig
 from storage.object_store import StoreConfig, StoreError
-from storage.objects import Address
+from storage.objects import check_address
 from storage.reader import ReaderConfig
 from storage.writer import WriterConfig
 
@@ -54,12 +54,6 @@ def _devices(slot: str) -> str:
     return slot
 
 
-def _named(target: str) -> str:
-    if not target:
-        raise ValueError("no target is named; give a folder, or a model of the hub")
-    return target
-
-
 def _each_once(slots: tuple[str, ...]) -> tuple[str, ...]:
     gpus = Counter(gpu.strip() for slot in slots if slot != "cpu" for gpu in slot.split(","))
     if twice := [gpu for gpu, times in gpus.items() if times > 1]:
@@ -85,7 +79,7 @@ class WorkersConfig(Config):
     """A worker that starts is replaced when it has neither read files nor finished for this long."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A worker that finishes no batch for this long is killed and replaced."""
-    scratch: Text | None = None
+    scratch: LocalPath | None = None
     """Folder for shards being written (one a worker); None: beside the store, or the temporary folder."""
     writer: WriterConfig = WriterConfig(threads=4, pending_bytes=1 << 30)
     """Resources of the side that compresses and writes."""
@@ -111,7 +105,7 @@ class ExtractConfig(Config):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)] = "activations"
     """First part of the data set's folder; the rest is its fingerprint."""
-    store: Address
+    store: Text
     """Where data sets live: a folder, file:///folder, or s3://bucket/prefix."""
     chats: Annotated[tuple[Text, ...], Field(min_length=1)]
     """Files (.jsonl, .json, .parquet), folders, or Hugging Face data sets (name, name:split)."""
@@ -143,12 +137,6 @@ class ExtractConfig(Config):
     """Where the work is done. Not part of the data set's identity."""
     cache: CompileCacheConfig | None = CompileCacheConfig()
     """Where the compile cache of the target is kept, if it is compiled; None: no such artifact is used."""
-
-    @field_validator("target")
-    @classmethod
-    def _target_is_named(cls, target: TargetConfig) -> TargetConfig:
-        _named(target.path)
-        return target
 
     @field_validator("codec")
     @classmethod
@@ -246,14 +234,14 @@ class OverfitGate(Config):
 class TrainConfig(Config):
     """From a sealed data set to an exported, evaluated drafter."""
 
-    dataset: Address
+    dataset: Text
     """The data set's folder: a path, file:///folder, or s3://bucket/prefix. A folder that holds exactly one
     data set will do."""
-    target: Annotated[TargetName, AfterValidator(_named)]
+    target: TargetName
     """Folder or hub name of the target, whose embedding and head the drafter borrows."""
     revision: Text | None = None
     """Hub revision of the target."""
-    output: Address
+    output: Text
     """Folder for checkpoints, metrics, the exported drafter and the report; a run continues what it finds."""
     drafter: DrafterShape
     """What to train."""
@@ -288,9 +276,11 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
     _check_command(kind, values, path)
     try:
         # Strict JSON lets lists be tuples, text be paths and whole numbers be fractions, and nothing else.
-        return kind.model_validate_json(text, strict=True)
+        config = kind.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise _in_words(error, kind, str(path)) from None  # it holds the input, perhaps a secret
+        raise _in_words(error, kind, str(path)) from error
+    _check_addresses(config, path)
+    return config
 
 
 def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> AnyConfig:
@@ -298,12 +288,28 @@ def parse_config(kind: type[AnyConfig], values: dict[str, Any], where: str) -> A
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _in_words(error, kind, where) from None  # it holds the input, perhaps a secret
+        raise _in_words(error, kind, where) from error
 
 
 def dump_config(config: Config) -> str:
     """Return a configuration as YAML, every default written out, in the order of its fields."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def _check_addresses(config: Config, path: str | Path) -> None:
+    """Raise UserError for addresses of stores that `open_store` would refuse.
+
+    No field does: Prefect logs what a field refuses, and there may be credentials in it.
+    """
+    for place in ("store", "dataset", "output", "cache.uri"):
+        value: Any = config
+        for name in place.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, str):
+            try:
+                check_address(value)
+            except StoreError as error:
+                raise UserError(f"{path}: {place}: {error}") from None
 
 
 def _check_command(kind: type[Config], values: dict[str, Any], path: str | Path) -> None:
@@ -336,8 +342,6 @@ def _plain(fault: Any, kind: type[Config]) -> str:
     if fault["type"] == "missing":
         return "missing"
     given = fault["input"]
-    if isinstance(fault.get("ctx", {}).get("error"), StoreError):
-        return str(fault["ctx"]["error"])  # what was given may hold a secret
     words = _WORDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     if fault["type"] == "string_type" and isinstance(given, int | float):
         words += "; quotes make it one"

@@ -16,7 +16,7 @@ from pydantic import Field
 from dflash_core.acceptance import first_difference, stats_of
 from dflash_core.cached_target import CachedTarget
 from dflash_core.chat import ChatConfig, ChatEncoder
-from dflash_core.configuration import Config, Seed, Text, UserError
+from dflash_core.configuration import Config, Seed, Text, UserError, expand_home
 from dflash_core.export import load_exported
 from dflash_core.messages import ChatError, normalise
 from dflash_core.respond import Responder
@@ -93,7 +93,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     encoder = ChatEncoder(load_tokenizer(config.target, config.revision), config.chat)
     families = {name: read_prompts(name, source, encoder, config) for name, source in config.prompts.items()}
     total = sum(len(prompts) for prompts, _ in families.values())
-    drafter = load_exported(config.drafter.expanduser(), target=spec, device=device, dtype=dtype)
+    drafter = load_exported(Path(expand_home(str(config.drafter))), target=spec, device=device, dtype=dtype)
     alive = partial(progress, 0, None) if progress is not None else None
     responder = Responder(config.target, config.revision, config.chat, device, dtype, alive)
     results: dict[str, FamilyResult] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_core.configuration import UserError
+from dflash_core.configuration import UserError, expand_home
 from dflash_core.distributed import own_device
 
 
@@ -23,7 +23,7 @@ def named_device(name: str) -> torch.device:
 
 def made_folder(output: str | Path) -> Path:
     """Return the folder, made where it is not there yet. Raises UserError."""
-    folder = Path(output).expanduser()
+    folder = Path(expand_home(str(output)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

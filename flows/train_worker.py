@@ -297,6 +297,7 @@ class TrainLoop:
             "learning_rate": self._trainer.learning_rate,
         }
         self._out.metrics(self._trainer.optimizer_step, values)
+        self._clock.forget()
 
     def _validate(self) -> None:
         """Score the last checkpoint, which holds the weights as they are; a request to stop cuts it short."""

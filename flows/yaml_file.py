@@ -13,6 +13,7 @@ import yaml
 from dflash_core.configuration import UserError
 
 _NAMES = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
+_INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
@@ -29,7 +30,7 @@ def read_as_json(path: Path) -> str:
         raise UserError(f"{path} is no YAML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
-    except (LookupError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds a value that no field takes: {error}") from error
 
 
@@ -56,6 +57,12 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = line
         return node
 
+    def construct_plain_int(self, node: yaml.ScalarNode) -> int:
+        if re.match(r"[-+]?0[0-9_]|[^x]*:", node.value):
+            line = node.start_mark.line + 1
+            raise UserError(f"line {line}: YAML reads {node.value} to another base; write it plainly")
+        return self.construct_yaml_int(node)
+
     def construct_finite(self, node: yaml.ScalarNode) -> float:
         value = self.construct_yaml_float(node)
         if not math.isfinite(value):
@@ -67,6 +74,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads back as it was."""
 
 
+_Loader.add_constructor(_INT, _Loader.construct_plain_int)
 _Loader.add_constructor(_FLOAT, _Loader.construct_finite)
 # Dates stay the text that they are.
 _Loader.yaml_implicit_resolvers = {

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dflash_core.configuration import UserError, fingerprint
+from dflash_core.configuration import UserError, expand_home, fingerprint
 
 _LINES, _WHOLE, _PARQUET = (".jsonl", ".ndjson"), (".json",), (".parquet",)
 _PACKED = (".gz", ".zst")
@@ -77,8 +76,8 @@ def input_fingerprint(sources: Sequence[str]) -> str:
 
 
 def _path(source: str) -> Path:
-    """The file or folder that a source would be. A user whom nobody knows ("~name") is left as a name."""
-    return Path(os.path.expanduser(source))  # noqa: PTH111  pathlib's raises there
+    """The file or folder that a source would be."""
+    return Path(expand_home(source))
 
 
 def _files(path: Path) -> list[Path]:

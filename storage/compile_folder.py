@@ -70,7 +70,8 @@ class CacheFolder:
     def release(self) -> None:
         """Use the folder no longer."""
         if self._lock is not None:
-            self.version_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.version_file.unlink()
             os.utime(self._lock.fileno())
             self._lock.close()
             self._lock = None

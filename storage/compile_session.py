@@ -28,7 +28,7 @@ from dflash_core.compile_watch import (
     cache_files,
     environment_for_ranks,
 )
-from dflash_core.configuration import Config, UserError
+from dflash_core.configuration import Config, Text, UserError, expand_home
 from storage.byte_code import byte_code_variables
 from storage.compile_archive import Manifest, RejectedArtifact, package
 from storage.compile_cache import (
@@ -52,14 +52,14 @@ log = logging.getLogger(__name__)
 class CompileCacheConfig(Config):
     """Which compile caches a run uses, and where they lie on this machine."""
 
-    uri: str | None = None
+    uri: Text | None = None
     """Folder or bucket of the compile caches; by default `compile-cache` beside the data sets."""
     local_root: str = ""
     """Absolute folder of this machine, the same on all machines that share caches, not on a network mount.
     By default /var/tmp/dflash-compile-cache-<user id>."""
-    version: str | None = None
+    version: Text | None = None
     """Name of the version to restore, as `dflash cache list` prints it; by default the current one."""
-    pin_as: str | None = None
+    pin_as: Text | None = None
     """Pin the version that this run uses under this name, so that it is never pruned."""
     signing_key_variable: str = "DFLASH_COMPILE_CACHE_KEY"
     """Environment variable with a secret. When set, manifests are signed with it, and no others are taken."""
@@ -71,7 +71,7 @@ class CompileCacheConfig(Config):
     @property
     def root(self) -> str:
         """The folder of this machine, the default resolved."""
-        root = self.local_root or f"/var/tmp/dflash-compile-cache-{os.getuid()}"
+        root = expand_home(self.local_root) or f"/var/tmp/dflash-compile-cache-{os.getuid()}"
         if not Path(root).is_absolute():
             raise UserError(f"local_root must be an absolute path, not {root!r}")
         return root

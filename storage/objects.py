@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator
-
-from dflash_core.configuration import Text, fingerprint
+from dflash_core.configuration import fingerprint
 from storage.local_objects import LocalStore
 from storage.object_store import (
     ObjectExists,
@@ -33,7 +31,6 @@ from storage.patience import Interrupted, Patience
 from storage.s3_store import S3Store
 
 __all__ = [
-    "Address",
     "ObjectExists",
     "ObjectInfo",
     "ObjectNotFound",
@@ -63,7 +60,12 @@ def check_address(uri: str) -> str:
                 "the store's address looks mistyped: write s3://bucket/prefix, or ./ before a folder's name"
             )
         return uri
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # its words would show what was given
+        raise StoreError(
+            "the store's address has brackets where its bucket or host stands: write s3://bucket/prefix"
+        ) from None
     if "@" in parts.netloc:
         raise StoreError(
             f"the {parts.scheme}:// address carries credentials: leave them out and set AWS_ACCESS_KEY_ID "
@@ -81,10 +83,6 @@ def check_address(uri: str) -> str:
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     return uri
-
-
-Address = Annotated[Text, AfterValidator(check_address)]
-"""The address of a store in a configuration."""
 
 
 def open_store(uri: str | Path, config: StoreConfig | None = None) -> Store:

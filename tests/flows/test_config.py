@@ -61,7 +61,7 @@ def test_defaults_are_filled_in_and_written_out(tmp_path: Path) -> None:
         (GOOD + "workers:\n", "workers: Input should be names and values .got None"),
         (GOOD.replace("[chats.jsonl]", "chats.jsonl"), "chats: Input should be a list .got 'chats.jsonl'"),
         (GOOD.replace("s3://bucket/prefix", "''"), "store: .*at least 1 character"),
-        (GOOD.replace("some/target", "''"), "target: no target is named"),
+        (GOOD.replace("some/target", "''"), "target.path: no target is named"),
         (GOOD.replace("chats.jsonl", "''"), "chats.0: .*at least 1 character"),
         (GOOD + "responses: {output: ''}\n", "responses.output: .*at least 1 character"),
         (GOOD + "responses: {output: a, generation: {seed: -1}}\n", "generation.seed: .*got -1"),
@@ -113,16 +113,25 @@ def test_what_no_rank_could_do_is_refused_by_name(tmp_path: Path, text: str, wor
 
 
 @pytest.mark.parametrize(
-    "address", ["s3://AKIA123:hidden-word@bucket/p", "s3://AKIA123/hidden-word", "s3://a:hidden-word@bucket"]
+    "address", ["s3://AKIA123:hidden-word@bucket/p", "s3://AKIA123/hidden-word", "s3://a:[hidden-word@bucket"]
 )
 def test_an_address_with_credentials_is_refused_and_not_shown(tmp_path: Path, address: str) -> None:
+    address = f"'{address}'"
     for kind, text in (
         (ExtractConfig, GOOD.replace("s3://bucket/prefix", address)),
         (TrainConfig, TRAIN.replace("here", address)),
+        (TrainConfig, TRAIN + f"cache: {{uri: {address}}}\n"),
     ):
-        with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY") as caught:
+        with pytest.raises(UserError, match=r"write s3://|AWS_SECRET_ACCESS_KEY") as caught:
             load_config(kind, write(tmp_path, text))
         assert "hidden-word" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_numbers_to_another_base_are_refused(tmp_path: Path) -> None:
+    for number in ("010", "1:30", "0_7"):
+        with pytest.raises(UserError, match=f"line 4: YAML reads {number} to another base"):
+            load_config(ExtractConfig, write(tmp_path, GOOD + f"limit: {number}\n"))
+    assert load_config(ExtractConfig, write(tmp_path, GOOD + "limit: 0x1f\n")).limit == 31
 
 
 def test_numbers_and_dates_are_what_they_look_like(tmp_path: Path) -> None:
