@@ -28,6 +28,7 @@ from storage.chats import UnreadableRecord, input_fingerprint, read_chats
 
 __all__ = ["EndpointConfig", "RespondConfig", "RespondReport", "respond"]
 
+_SETTINGS = "_settings.json"
 _SHOWN_PROBLEMS = 5
 _ENOUGH_RECORDS = 1000
 """Before so many records were seen, a run is not stopped half-way for its bad ones."""
@@ -96,11 +97,12 @@ def respond(
     """Write one record a chat, with every response by the target; resumes where an earlier run ended.
 
     `progress(records done, records in all if known)` is called as it goes. Raise UserError when the output
-    folder cannot be made or belongs to other settings, or too many records are unusable.
+    folder cannot be made or belongs to other settings (another run may take it before the first answer is
+    written), or too many records are unusable.
     """
     start = time.monotonic()
     folder = made_folder(config.output)
-    _claim(folder, config)
+    claimed = _claim(folder, config)
     answer: Answer | None = None
     parts, seen, resumed, tokens = [], 0, 0, 0
     for number, chunk in enumerate(_chunks(config)):
@@ -110,7 +112,7 @@ def respond(
         else:
             told = (lambda done, base=seen: progress(base + done, config.limit)) if progress else None
             answer = answer or _open_answer(config, told)
-            tokens += _write_part(part, chunk, answer, config, number, told)
+            tokens += _write_part(part, chunk, answer, config, number, claimed, told)
         parts.append(str(part))
         seen += len(chunk)
         if progress is not None:
@@ -152,9 +154,13 @@ def _write_part(
     answer: Answer,
     config: RespondConfig,
     number: int,
+    claimed: str,
     told: Callable[[int], None] | None,
 ) -> int:
-    """Answer one chunk and write it at once; return the tokens that the target wrote."""
+    """Answer one chunk and write it at once; return the tokens that the target wrote.
+
+    Raises UserError when the folder is no longer bound to what this run claimed it for.
+    """
     conversations, problems = [], []
     for record, where in chunk:
         try:
@@ -170,6 +176,11 @@ def _write_part(
         else:
             lines.append(json.dumps(conversation.record(), ensure_ascii=False))
     problem_lines = [json.dumps(problem, ensure_ascii=False) for problem in problems]
+    if _settings(part.parent)["fingerprint"] != claimed:
+        raise UserError(
+            f"another run with other settings took {part.parent} before this one had an answer there; "
+            "choose another output folder for one of them"
+        )
     part.unlink(missing_ok=True)  # one that covers less must never stand beside the problems of this one
     _write_whole(_problems_path(part.parent, number), problem_lines)
     _write_whole(part, lines)
@@ -221,21 +232,26 @@ def _check_problems(folder: Path, num_parts: int, seen: int, max_bad_fraction: f
         )
 
 
-def _claim(folder: Path, config: RespondConfig) -> None:
+def _settings(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / _SETTINGS).read_text("utf-8"))
+
+
+def _claim(folder: Path, config: RespondConfig) -> str:
     """Bind the folder to what decides its content, so that a changed run cannot continue it.
 
-    One that holds no answer yet is bound anew.
+    One that holds no answer yet is bound anew, even while another run is at its first: a run looks again
+    before it writes. Returns the fingerprint that it must find.
     """
     settings = config.model_dump(mode="json", exclude={"output", "max_bad_fraction", "device", "limit"})
     if config.endpoint is not None:
         settings["endpoint"] = config.endpoint.model
     identity = {"settings": settings, "inputs": input_fingerprint(config.inputs)}
-    claim = {"fingerprint": fingerprint(identity), **identity}
-    path = folder / "_settings.json"
+    claimed = fingerprint(identity)
+    path = folder / _SETTINGS
     if path.exists():
-        before = json.loads(path.read_text("utf-8"))
-        if before["fingerprint"] == claim["fingerprint"]:
-            return
+        before = _settings(folder)
+        if before["fingerprint"] == claimed:
+            return claimed
         parts = list(folder.glob("part-*"))
         if any(part.stat().st_size for part in parts):
             changed = [key for key in settings if before["settings"].get(key) != settings[key]]
@@ -246,7 +262,8 @@ def _claim(folder: Path, config: RespondConfig) -> None:
             )
         for part in parts:
             part.unlink()
-    _write_whole(path, [json.dumps(claim, indent=2, ensure_ascii=False)])
+    _write_whole(path, [json.dumps({"fingerprint": claimed, **identity}, indent=2, ensure_ascii=False)])
+    return claimed
 
 
 def _write_whole(path: Path, lines: list[str]) -> None:

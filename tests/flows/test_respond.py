@@ -262,6 +262,28 @@ def test_another_configuration_cannot_continue_a_folder(tmp_path: Path, tiny_tar
         respond(config)
 
 
+def test_of_two_runs_that_begin_in_one_folder_one_goes_on(
+    tmp_path: Path, tiny_target_dir: Path, server: Server
+) -> None:
+    source = write_input(tmp_path, [chat(f"question {i}") for i in range(3)])
+    first = settings(tmp_path, source, target=str(tiny_target_dir))
+    second = settings(tmp_path, source, endpoint=EndpointConfig(url=server.url, model="tiny"), limit=2)
+    reports: list[RespondReport] = []
+
+    def begin_the_second(_done: int, _total: int | None) -> None:
+        reports.append(respond(second))
+
+    with pytest.raises(UserError, match="another run with other settings took"):
+        respond(first, begin_the_second)
+    report, *_ = reports
+    written = read_output(report)
+    assert report.written == 2
+    with pytest.raises(UserError, match="changed: target"):
+        respond(first)
+    again = respond(second)
+    assert (again.written, again.resumed) == (0, 2) and read_output(again) == written
+
+
 @pytest.mark.parametrize("unusable", ["\n", "{broken\n"])
 def test_a_folder_without_answers_belongs_to_nobody(
     tmp_path: Path, tiny_target_dir: Path, unusable: str
