@@ -42,6 +42,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Shards checked at a time.")]
 
 _ONLY_JSON = {"supervised", "row_groups", "object"}
 """Columns of `list` that a terminal has no room for."""
+_UNPLANNED = "no plan: its creation did not finish; run the extraction again"
 _NEVER_CUT = 10_000
 """Width that tables are laid out for: names are there to be copied; a narrow terminal wraps their lines."""
 
@@ -58,9 +59,9 @@ class Look(StrEnum):
 def list_shards(uri: Address, as_json: AsJson = False) -> None:
     """List the shards of a data set, or the data sets of a store."""
     store = open_store(uri)
-    if not _holds(store, SPEC_KEY) and len(found := _datasets_in(store)) > 1:
-        rows = [_dataset_row(child) for child in found]
-    else:
+    rows = [] if _holds(store, SPEC_KEY) else [_dataset_row(child) for child in _datasets_in(store)]
+    planned = [row for row in rows if row.get("problem") != _UNPLANNED]
+    if not rows or (len(planned) == 1 and "problem" not in planned[0]):  # the one that `show` takes
         rows = _shard_rows(open_dataset(uri))
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -242,14 +243,14 @@ def _dataset_row(store: Store) -> dict[str, Any]:
     """Describe the data set in a folder, or say as its "problem" why that cannot be done."""
     name = store.uri.rpartition("/")[2]
     if not _holds(store, PLAN_KEY):
-        return {"data_set": name, "problem": "no plan: its creation did not finish; run the extraction again"}
+        return {"data_set": name, "problem": _UNPLANNED}
     if not _holds(store, SPEC_KEY):
-        return {"data_set": name, "problem": f"damaged: {SPEC_KEY} is gone; put it back"}
+        return {"data_set": name, "problem": f"{SPEC_KEY} is gone; put it back"}
     try:
         dataset = open_dataset(store.uri)
         plan, missing = dataset.plan, dataset.missing()
     except DatasetError as error:
-        return {"data_set": name, "problem": f"damaged: {error}"}
+        return {"data_set": name, "problem": str(error)}
     return {
         "data_set": name,
         "target": dataset.spec.target.name,

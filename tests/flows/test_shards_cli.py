@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_list_of_a_store_with_several(tmp_path: Path) -> None:
     assert all(f"! {name}: {problem}\n" in listed for name, problem in problems.items())
     with pytest.raises(UserError, match="several"):
         call("show", str(tmp_path))
+
+
+def test_list_of_a_store_with_one_that_is_finished_or_damaged(tmp_path: Path) -> None:
+    dataset = made_dataset(tmp_path, made_spec(), made_samples(5))
+    unfinished = made_dataset(tmp_path, made_spec("fp8"), made_samples(5))
+    unfinished.store.delete("plan.json")
+    shards = call_json("list", dataset.uri)
+    assert "shard" in shards[0] and call_json("list", str(tmp_path)) == shards
+    assert call_json("show", str(tmp_path))["uri"] == dataset.uri
+
+    dataset.store.put_bytes("plan.json", b'{"torn', overwrite=True)
+    rows = call_json("list", str(tmp_path))
+    assert len(rows) == 2 and all("problem" in row for row in rows)
+    shutil.rmtree(unfinished.uri.removeprefix("file://"))
+    (row,) = call_json("list", str(tmp_path))
+    assert row["problem"].startswith(f"{dataset.uri}/plan.json is damaged")
+    dataset.store.put_bytes("dataset.json", b"{}", overwrite=True)
+    (row,) = call_json("list", str(tmp_path))
+    assert row["problem"].startswith(f"{dataset.uri}/dataset.json cannot be understood")
 
 
 def test_names_are_listed_whole_however_narrow_the_terminal(
