@@ -95,7 +95,8 @@ class Workers:
         """Kill so many workers at random moments of their work, and start them again.
 
         One that was done before it was killed does not count, and the next works at another store, so that
-        there is work left to be killed in. Returns the stores that were worked at, all of them finished.
+        there is work left to be killed in, and is killed sooner: the machine may have become faster since
+        `longest` was measured. Returns the stores that were worked at, all of them finished.
         """
         moments, coming, killed = random.Random(seed), iter(stores), 0
         used = [next(coming)]
@@ -105,8 +106,9 @@ class Workers:
             if code:
                 killed += 1
             else:
-                assert len(used) <= kills, f"only {killed} workers were killed while working"
+                assert len(used) <= 5 * kills, f"only {killed} workers were killed while working"
                 used.append(next(coming))
+                longest *= 0.8
         assert self.run({"do": do, "store": used[-1]}) == 0
         return used
 

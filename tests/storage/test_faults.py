@@ -166,11 +166,13 @@ def test_server_killed_while_a_data_set_is_written(
                 return write_missing(dataset)
 
     keys = ("shards/00001", "records/00003", "manifest.json")
-    proxy.rules = [Rule("hold request", "PUT", key, times=99) for key in keys]
+    # What was held during an earlier kill is no request of the server any more: until its turn it is refused.
+    proxy.rules = [Rule("refuse", "PUT", key, times=20) for key in keys]
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
-        for rule in proxy.rules:
-            kill_server_during(working, rule, s3)
+        for turn, key in enumerate(keys):
+            proxy.rules[turn] = Rule("hold request", "PUT", key, times=99)
+            kill_server_during(working, proxy.rules[turn], s3)
         working.result()
     check_like(open_dataset(dataset.uri), undisturbed)
 
