@@ -93,7 +93,10 @@ class LocalStore:
 
     def _make(self, folder: Path) -> None:
         try:
-            folder.mkdir()
+            try:
+                folder.mkdir()
+            except FileNotFoundError:
+                folder.mkdir()  # another process may have removed what is above, and made it again
         except (FileExistsError, NotADirectoryError):
             raise
         except OSError as error:

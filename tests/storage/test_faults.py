@@ -429,6 +429,22 @@ def test_a_checkpoint_comes_by_many_requests_at_a_time(
     assert set(proxy.met) == {"cut answer", "delay"} and len(proxy.met) >= 31
 
 
+def test_a_folder_removed_and_made_again_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def just_then(folder: Path) -> None:
+        monkeypatch.undo()
+        folder.parent.rmdir()
+        try:
+            folder.mkdir()
+        finally:
+            folder.parent.mkdir()
+
+    store = open_store(tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    monkeypatch.setattr(Path, "mkdir", just_then)
+    store.put_bytes("made/key", b"data")
+    assert store.get("made/key") == b"data"
+
+
 # Disks that fill up.
 
 
