@@ -43,7 +43,7 @@ class RespondConfig(Config):
     """Folder of part-00000.jsonl ...; finished parts are not done again."""
     target: TargetName | None = None
     """Folder or hub name: answer with transformers on this machine. Give this or `endpoint`."""
-    revision: str | None = None
+    revision: Text | None = None
     """Hub revision of `target`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Arithmetic of a local target."""
