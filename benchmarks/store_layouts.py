@@ -37,8 +37,6 @@ from storage.writer import ShardWriter, WriterConfig
 CODECS = ("lossless", "tolerance=0.1", "tolerance=0.3")
 FILES = ("torch.save", "safetensors")
 ROW_TOKENS = 4096
-PREFETCH_BYTES = 1 << 30
-"""At most, and no more than half of the data set: every epoch reads all of it again."""
 LEAD_IN, COUNTED = 3, 2
 """Epochs of a turn: until reading is as far ahead as it gets, and within the clock."""
 States = list[dict[str, Tensor]]
@@ -229,7 +227,8 @@ class Shards:
         self._config = ReaderConfig(
             threads=layout.threads,
             fetch_threads=layout.fetch_threads,
-            prefetch_bytes=min(PREFETCH_BYTES, size // 2),
+            # No more than half of the data set: every epoch reads all of it again.
+            prefetch_bytes=min(ReaderConfig().prefetch_bytes, size // 2),
         )
 
     @contextmanager

@@ -83,8 +83,7 @@ def make_report(
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write acceptance.json and acceptance.png."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write acceptance.json and acceptance.png into a folder that is there."""
     text = json.dumps(without_nan(report), indent=2, allow_nan=False)
     (folder / "acceptance.json").write_text(text + "\n")
     title = f"{report['acceptance_length']:.2f} tokens a target call, blocks of {report['block_size']}"
