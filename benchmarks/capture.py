@@ -101,6 +101,26 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "qwen3.5-35b-a3b": (
+        "Qwen3_5MoeTextConfig",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": ROPE_35,
+        },
+    ),
     "tiny": (
         "Qwen3_5TextConfig",
         {
@@ -141,12 +161,16 @@ class Bench:
         self.arguments = arguments
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         kind, shape = SHAPES[arguments.shape]
+        if arguments.layers:
+            shape = {**shape, "num_hidden_layers": arguments.layers}
         config = getattr(transformers, kind)(**shape)
         start = time.monotonic()
         torch.manual_seed(0)
         with torch.device(self.device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model = model.eval().requires_grad_(False)
+        if arguments.calm:
+            calm(model)
         self.body: Any = model.model
         self.layers, self.norm = self.body.layers, self.body.norm
         self.taps = default_tap_ids(config.num_hidden_layers, 5)
@@ -280,6 +304,15 @@ class Bench:
         return torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
 
 
+def calm(model: nn.Module) -> None:
+    """Let each layer add as little as trained ones do: with weights as they are drawn, rounding grows from
+    layer to layer.
+    """
+    for name, weight in model.named_parameters():
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            weight.mul_(0.1)
+
+
 def logits(bench: Bench) -> None:
     """What a plain script does."""
     bench.cut(len(bench.layers))
@@ -364,8 +397,9 @@ def encode(bench: Bench) -> None:
 
     def start(captured: Sequence[CapturedSample], arrivals: ThreadPoolExecutor) -> None:
         for item in captured:
-            for column, states_TD in item.states.items():
-                arrivals.submit(copies.finish, copies.start(states_TD, scales[column]))
+            cells = [(states_TD, scales[column]) for column, states_TD in item.states.items()]
+            for copy in copies.start(cells):
+                arrivals.submit(copies.finish, copy)
 
     def run() -> int:
         with ThreadPoolExecutor(1) as arrivals:
@@ -432,8 +466,9 @@ def say_kernels(bench: Bench, name: str, tokens: int, run: Callable[[], object])
 def write(bench: Bench) -> None:
     """Token ids to closed shard files on the local disk, and what writing costs against capture alone.
 
-    Steady: from the end of the first shard to that of the last, so that neither the start of a run nor the
-    last shard's closing, beside which nothing is captured, counts.
+    Half of the shards are captured alone before and half after, so that a card that grows warm favours
+    neither. Steady: from the end of the first shard to that of the last, so that neither the start of a run
+    nor the last shard's closing, beside which nothing is captured, counts.
     """
     from storage.calibration import Calibration
     from storage.dataset import DatasetSpec, create_dataset
@@ -457,19 +492,13 @@ def write(bench: Bench) -> None:
             for item in captured:
                 calibration.add(item.states)
         dataset.publish_scales(calibration.scales())
-        bench.wait()
-        start = time.monotonic()
-        alone_clock = DeviceClock(bench)
-        for of_shard in shards:
-            for captured in alone_clock.batches(captures(target, of_shard)):
-                del captured
         tokens = sum(sample.num_tokens for of_shard in shards for sample in of_shard)
-        bench.wait()
-        alone = time.monotonic() - start
+        before, clock, after = DeviceClock(bench), DeviceClock(bench), DeviceClock(bench)
+        alone = capture_alone(bench, target, shards[::2], before)
         start = time.monotonic()
-        clock = DeviceClock(bench)
         sizes, ends = write_shards(bench, target, dataset, clock)
         seconds = ends[-1] - start
+        alone += capture_alone(bench, target, shards[1::2], after)
         steady_tokens = sum(planned.tokens for planned in dataset.plan.shards[1:])
         steady = steady_tokens / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0
     bench.say(
@@ -484,35 +513,56 @@ def write(bench: Bench) -> None:
         steady_tokens_per_second=round(steady, 1),
         steady_write_share=1 - steady / (tokens / alone),
         device_seconds=clock.seconds(),
-        device_seconds_alone=alone_clock.seconds(),
+        device_seconds_alone=[before.seconds(), after.seconds()],
+        alone_seconds=alone,
         seconds_between_shards=[round(b - a, 3) for a, b in itertools.pairwise([start, *ends])],
         bytes_per_token=sum(sizes) / tokens,
         tflops=tokens / seconds * bench.layer_flops() / 1e12,
     )
 
 
+def capture_alone(
+    bench: Bench, target: Target, shards: Sequence[Sequence[Sample]], clock: DeviceClock
+) -> float:
+    """Seconds of capturing these shards and nothing else."""
+    bench.wait()
+    start = time.monotonic()
+    for of_shard in shards:
+        for captured in clock.batches(captures(target, of_shard)):
+            del captured
+    bench.wait()
+    return time.monotonic() - start
+
+
 class DeviceClock:
-    """Where the device's time goes: forwards, encoding, nothing."""
+    """Where the device's time goes: forwards, encoding, nothing; and the host's, which must be less."""
 
     def __init__(self, bench: Bench) -> None:
         self._on_gpu = bench.device.type == "cuda"
         self._events: list[list[torch.cuda.Event]] = []
+        self._host = {"host_forward": 0.0, "host_encode": 0.0}
 
     def batches(self, batches: Iterator[list[CapturedSample]]) -> Iterator[list[CapturedSample]]:
         """Pass batches on, noting where the device begins and ends each one's forward."""
         while True:
+            asked = time.monotonic()
             events = [self._now()]
             captured = next(batches, None)
             if captured is None:
                 return
             events.append(self._now())
+            given = time.monotonic()
             yield captured
             del captured
             events.append(self._now())
             self._events.append(events)
+            self._host["host_forward"] += given - asked
+            self._host["host_encode"] += time.monotonic() - given
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of forwards, of encoding, and of idling between batches; the longest of the last."""
+        """Seconds of forwards, of encoding, and of idling between batches; the longest of the last; and what
+        the host took to enqueue forwards and encoding, waiting for room included.
+        """
         if not self._on_gpu or len(self._events) < 2:
             return {}
         torch.cuda.synchronize()
@@ -520,7 +570,8 @@ class DeviceClock:
         encode = [captured.elapsed_time(encoded) for _, captured, encoded in self._events]
         idle = [end.elapsed_time(begin) for (*_, end), (begin, *_) in itertools.pairwise(self._events)]
         named = {"forward": sum(forward), "encode": sum(encode), "idle": sum(idle), "longest_idle": max(idle)}
-        return {name: round(value / 1e3, 3) for name, value in named.items()}
+        device = {name: round(value / 1e3, 3) for name, value in named.items()}
+        return device | {name: round(value, 3) for name, value in self._host.items()}
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -536,7 +587,7 @@ def write_shards(
 
     from storage.writer import ShardWriter, WriterConfig
 
-    config = WriterConfig(threads=bench.arguments.threads, pending_bytes=1 << 30)
+    config = WriterConfig(threads=bench.arguments.threads, pending_bytes=bench.arguments.pending_bytes)
     closing: list[Future[tuple[int, float]]] = []
 
     def close(writer: ShardWriter) -> tuple[int, float]:
@@ -546,8 +597,7 @@ def write_shards(
         for planned in dataset.plan.shards:
             writer = ShardWriter(dataset, planned.shard, None, config)
             for captured in clock.batches(captures(target, dataset.samples(planned.shard))):
-                for item in captured:
-                    writer.add(item)
+                writer.add(*captured)
                 del captured
             closing.append(pool.submit(close, writer))
         sizes, ends = zip(*(future.result() for future in closing), strict=True)
@@ -559,12 +609,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--variants", default="all", help=f"comma separated: {', '.join(VARIANTS)}")
+    parser.add_argument("--layers", type=int, default=0, help="instead of those of the shape")
+    parser.add_argument("--calm", action="store_true", help="layers that add as little as trained ones")
     parser.add_argument("--seconds", type=float, default=8.0, help="time of each measurement")
     parser.add_argument("--budgets", default="32768", help="tokens of a batch, comma separated")
     parser.add_argument("--codec", default="tolerance=0.1")
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--shard-tokens", type=int, default=65536)
     parser.add_argument("--threads", type=int, default=8, help="of the entropy coder")
+    parser.add_argument("--pending-bytes", type=int, default=1 << 30, help="of symbols on their way")
     parser.add_argument("--length-scale", type=int, default=1, help="divide all lengths (for the CPU)")
     parser.add_argument("--scratch", default=None, help="folder for the shards that are written")
     arguments = parser.parse_args()

@@ -172,9 +172,12 @@ class ShardCapturer:
             for states in self._captures(samples, what):
                 captured.update((item.sample.sample_id, item) for item in states)
                 del states
+                ready = []
                 while position < len(samples) and samples[position].sample_id in captured:
-                    writer.add(captured.pop(samples[position].sample_id))
+                    ready.append(captured.pop(samples[position].sample_id))
                     position += 1
+                writer.add(*ready)
+                del ready
         except BaseException:
             writer.abort()
             raise

@@ -1,7 +1,7 @@
 """Hidden states <-> cells: three codecs, the arithmetic on the device and the entropy coding on threads.
 
 The way out: `Codec.encode_on_device` (torch, where the states are), `Symbols.to("cpu")`, `Codec.to_bytes`
-(any thread; zstandard frees the GIL). With `outlier_room` nothing waits for the device: the copy may be
+(any thread; zstandard frees the GIL). `Codec.encode_at_once` does not wait for the device: the copy may be
 asynchronous, and `Symbols.settled` comes after it. The way back: `Codec.from_bytes` (any thread, into a
 pinned buffer if given), `Symbols.to(device)`, `Codec.decode_on_device`. docs/codec.md specifies the bytes.
 """
@@ -12,9 +12,10 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from types import ModuleType
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from dflash_core import quantise
 from storage.cell import (
+    ALIGNMENT,
     LIMITS,
     MAX_CELL_VALUES,
     OUTSIDE,
@@ -34,7 +36,7 @@ from storage.cell import (
     open_cell,
     pack_cell,
 )
-from storage.symbols import Symbols
+from storage.symbols import Symbols, SymbolsBatch
 
 log = logging.getLogger(__name__)
 
@@ -71,21 +73,14 @@ class Codec:
             return Layout.BYTES
         return Layout.WIDE if self.tolerance < WIDE_BELOW else Layout.NIBBLES
 
-    def encode_on_device(
-        self, states_TD: Tensor, scale_D: Tensor | None = None, outlier_room: int | None = None
-    ) -> Symbols:
+    def encode_on_device(self, states_TD: Tensor, scale_D: Tensor | None = None) -> Symbols:
         """Turn bf16 [T, D] into symbols on the same device; `tolerance` waits for the device once.
 
         `scale_D` (float32 [D]) is required by `tolerance`; the other codecs only use it to state their error.
-        With `outlier_room` it does not wait: one Triton kernel does it all, on CUDA alone, and the symbols
-        must be `settled` before they are coded.
-        Raises CodecError on a wrong dtype, shape or size, when scales are missing, or when states that lie
-        elsewhere are to be encoded without waiting.
+        Raises CodecError on a wrong dtype, shape or size, or when scales are missing.
         """
         self._check_states(states_TD, scale_D)
         states_TD = states_TD.detach().contiguous()
-        if outlier_room is not None and scale_D is not None and self.has_kernel:
-            return self._encode_at_once(states_TD, scale_D, outlier_room)
         symbols, step_D = self._empty_symbols(states_TD, scale_D)
         if self.kind == Kind.LOSSLESS:
             symbols.array("base").copy_(quantise.mean_exponent(states_TD))
@@ -111,27 +106,61 @@ class Codec:
             sums += quantise.error_sums(block_TD, decoded_TD, scale_D, finite=finite)
         return symbols.with_outliers(outliers, sums)
 
-    def _encode_at_once(self, states_TD: Tensor, scale_D: Tensor, outlier_room: int) -> Symbols:
-        if not states_TD.is_cuda:
-            raise CodecError(f"room for outliers is for states on a GPU, and these are on {states_TD.device}")
-        from dflash_core.quantise_kernel import encode
+    def encode_at_once(
+        self, cells: Sequence[tuple[Tensor, Tensor | None]], outlier_rooms: Sequence[int]
+    ) -> SymbolsBatch:
+        """Turn the states and scales of many cells of one width into symbols without waiting: one Triton
+        kernel does it all, on CUDA, for codecs that have one.
 
-        symbols, step_D = self._empty_symbols(states_TD, scale_D, outlier_room)
-        assert step_D is not None
-        arrays = symbols.arrays(slice(None))
-        sums, count = encode(
-            states_TD,
-            step_D,
-            scale_D,
+        `outlier_rooms`: room for so many outliers in each cell. Symbols must be `settled` before they are
+        coded. Raises CodecError as `encode_on_device`, and for states that are not on a GPU.
+        """
+        for states_TD, scale_D in cells:
+            self._check_states(states_TD, scale_D)
+            if not states_TD.is_cuda:
+                raise CodecError(
+                    f"encoding at once is for states on a GPU, and these are on {states_TD.device}"
+                )
+        from dflash_core.quantise_kernel import CellArrays, encode
+
+        whole = [states_TD.detach().contiguous() for states_TD, _ in cells]
+        headers = tuple(map(self._header, whole, outlier_rooms))
+        sizes = [-(-header.payload_bytes // ALIGNMENT) * ALIGNMENT for header in headers]
+        starts = (0, *accumulate(sizes))
+        payload = torch.empty(starts[-1], dtype=torch.uint8, device=whole[0].device)
+        steps: dict[int, Tensor] = {}
+        arrays = []
+        for (_, scale_D), states_TD, header, start in zip(cells, whole, headers, starts, strict=False):
+            assert scale_D is not None
+            if id(scale_D) not in steps:  # columns have one each, whatever the number of cells
+                steps[id(scale_D)] = channel_steps(scale_D, header.width, header.step)
+            symbols = Symbols(header=header, payload=payload[start : start + header.payload_bytes])
+            of_rows = symbols.arrays(slice(None))
+            arrays.append(
+                CellArrays(
+                    states_TD,
+                    steps[id(scale_D)],
+                    scale_D,
+                    of_rows.get("symbol", of_rows.get("high")),
+                    of_rows.get("folded", of_rows.get("low")),
+                    symbols.array("position"),
+                    symbols.array("outlier"),
+                )
+            )
+        sums_P4, first_sums, counts = encode(
+            arrays,
             limit=LIMITS[self.layout],
             dead_zone=self._dead_zone,
-            whole_TD=arrays.get("symbol", arrays.get("high")),
             shift=4 if self.layout == Layout.WIDE else 0,
-            folded_TH=arrays.get("folded", arrays.get("low")),
-            position_N=symbols.array("position"),
-            outlier_N=symbols.array("outlier"),
         )
-        return replace(symbols, sums=sums, outlier_count=count)
+        return SymbolsBatch(
+            headers=headers,
+            payload=payload,
+            starts=starts[:-1],
+            sums_P4=sums_P4,
+            first_sums=first_sums,
+            outlier_counts=counts,
+        )
 
     def decode_on_device(self, symbols: Symbols, scale_D: Tensor | None, out_TD: Tensor) -> None:
         """Write the states into `out_TD`, a bf16 view [T, D] with rows of any stride, without waiting.
@@ -207,20 +236,21 @@ class Codec:
         cell.unpack(payload.numpy())
         return Symbols(header=header, payload=payload)
 
-    def _empty_symbols(
-        self, states_TD: Tensor, scale_D: Tensor | None, outliers: int = 0
-    ) -> tuple[Symbols, Tensor | None]:
-        """Room for everything and so many outliers, and the quantisation steps if there are any."""
-        step, step_D = 0.0, None
-        tokens, width = states_TD.shape
-        if self.kind == Kind.TOLERANCE:
-            step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))
-            step_D = channel_steps(scale_D, width, step)
-        header = CellHeader(
-            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
-        )
+    def _empty_symbols(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[Symbols, Tensor | None]:
+        """Room for everything but outliers, and the quantisation steps if there are any."""
+        header = self._header(states_TD)
+        step_D = channel_steps(scale_D, header.width, header.step) if self.needs_scales else None
         payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
         return Symbols(header=header, payload=payload), step_D
+
+    def _header(self, states_TD: Tensor, outliers: int = 0) -> CellHeader:
+        tokens, width = states_TD.shape
+        step = 0.0
+        if self.kind == Kind.TOLERANCE:
+            step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))
+        return CellHeader(
+            kind=self.kind, layout=self.layout, tokens=tokens, width=width, outliers=outliers, step=step
+        )
 
     @property
     def _dead_zone(self) -> float:

@@ -9,6 +9,8 @@ product fills the GPU, one after the other.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,7 +34,7 @@ def encodes_without_waiting(codec: Codec, width: int, device: torch.device) -> b
         return True
     states_TD = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
     try:
-        codec.encode_on_device(states_TD, torch.ones(width, device=device), outlier_room=1)
+        codec.encode_at_once([(states_TD, torch.ones(width, device=device))], [1])
     except torch.OutOfMemoryError:  # says nothing of the kernel
         raise
     except Exception as error:  # noqa: BLE001  of Triton, a compiler or the disk, of any type
@@ -45,16 +47,23 @@ def encodes_without_waiting(codec: Codec, width: int, device: torch.device) -> b
     return True
 
 
+States = tuple[torch.Tensor, torch.Tensor | None]
+"""bf16 [T, D], and the scale of each channel where there is one."""
+
+
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """Symbols on their way to the host, and what must stay alive until they are there."""
+    """Symbols of a cell on their way to the host, and what must stay alive until they are there."""
 
-    symbols: Symbols
+    symbols: Sequence[Symbols]
     """On the host once `arrived` has passed."""
+    cell: int
+    """Which of them."""
+    size: int
+    """Bytes of the cell's symbols."""
     arrived: torch.cuda.Event | None
-    on_device: Symbols
-    states_TD: torch.Tensor
-    scale_D: torch.Tensor | None
+    on_device: Sequence[Symbols]
+    states: States
 
 
 class HostCopies:
@@ -67,32 +76,59 @@ class HostCopies:
         self._codec = codec
         self._stream: torch.cuda.Stream | None = None
 
-    def start(self, states_TD: torch.Tensor, scale_D: torch.Tensor | None) -> HostCopy:
-        """Enqueue everything. Raises CodecError."""
+    def start(self, cells: Sequence[States]) -> list[HostCopy]:
+        """Enqueue everything for cells of one width and device. Raises CodecError."""
+        if not cells:
+            return []
+        states_TD, scale_D = cells[0]
+        device = states_TD.device
         if not states_TD.is_cuda:
-            symbols = self._codec.encode_on_device(states_TD, scale_D)
-            return HostCopy(symbols, None, symbols, states_TD, scale_D)
-        room = None
-        if encodes_without_waiting(self._codec, states_TD.shape[-1], states_TD.device):
-            room = int(states_TD.numel() * self.OUTLIERS_EXPECTED)
-        symbols = self._codec.encode_on_device(states_TD, scale_D, outlier_room=room)
+            symbols = [self._codec.encode_on_device(*states) for states in cells]
+            return _host_copies(symbols, None, symbols, cells)
+        at_once = scale_D is not None and self._codec.has_kernel
+        if at_once and encodes_without_waiting(self._codec, states_TD.shape[-1], device):
+            rooms = [int(states_TD.numel() * self.OUTLIERS_EXPECTED) for states_TD, _ in cells]
+            batch = self._codec.encode_at_once(cells, rooms)
+            with self._beside(device):
+                return _host_copies(batch.map(_page_locked_copy), self._event(), batch, cells)
+        symbols = [self._codec.encode_on_device(*states) for states in cells]
+        with self._beside(device):
+            return _host_copies([s.map(_page_locked_copy) for s in symbols], self._event(), symbols, cells)
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """On the stream of the copies, behind what is on the current one."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(states_TD.device)
-        self._stream.wait_stream(torch.cuda.current_stream(states_TD.device))
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            host = symbols.map(_page_locked_copy)
+            yield
+
+    def _event(self) -> torch.cuda.Event:
         # Blocking: the thread that waits for the copy must not keep a core busy.
-        arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
-        return HostCopy(host, arrived, symbols, states_TD, scale_D)
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
 
     def finish(self, copy: HostCopy) -> Symbols:
         """Wait for the copy; return whole symbols on the host."""
         if copy.arrived is not None:
             copy.arrived.synchronize()
-        settled = copy.symbols.settled()
+        settled = copy.symbols[copy.cell].settled()
         if settled is None:
-            settled = self._codec.encode_on_device(copy.states_TD, copy.scale_D).to("cpu")
+            settled = self._codec.encode_on_device(*copy.states).to("cpu")
         return settled
+
+
+def _host_copies(
+    symbols: Sequence[Symbols],
+    arrived: torch.cuda.Event | None,
+    on_device: Sequence[Symbols],
+    cells: Sequence[States],
+) -> list[HostCopy]:
+    sizes = [s.header.payload_bytes for s in on_device]
+    return [
+        HostCopy(symbols, cell, size, arrived, on_device, states)
+        for cell, (size, states) in enumerate(zip(sizes, cells, strict=True))
+    ]
 
 
 def _page_locked_copy(tensor: torch.Tensor) -> torch.Tensor:

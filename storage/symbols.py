@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Symbols:
     sums: Tensor | None = None
     """float64 [4], fields of `ErrorSums`, same device as the payload; None after `Codec.from_bytes`."""
     outlier_count: Tensor | None = None
-    """int32 [1], how many outliers there are, where the device was not waited for: the header names the room
+    """int32, how many outliers there are, where the device was not waited for: the header names the room
     for them, and they stand in it in any order. The cell can only be coded once it is `settled`."""
 
     @property
@@ -126,6 +127,44 @@ class Symbols:
             if name not in ("position", "outlier")
         }
         return {name: array if name == "base" else array[tokens] for name, array in arrays.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SymbolsBatch(Sequence[Symbols]):
+    """Cells encoded together, whose symbols lie in one piece of memory; those of one cell are views of it."""
+
+    headers: tuple[CellHeader, ...]
+    payload: Tensor
+    """uint8, all payloads."""
+    starts: tuple[int, ...]
+    """First byte of each cell's payload."""
+    sums_P4: Tensor
+    """float64 [P, 4], fields of `ErrorSums` of P stretches of rows."""
+    first_sums: Sequence[int]
+    """First stretch of each cell, and P."""
+    outlier_counts: Tensor
+    """int32 [cells]."""
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> SymbolsBatch:
+        """Copy in a way of one's own, with one call for what all cells share."""
+        return replace(
+            self,
+            payload=copy(self.payload),
+            sums_P4=copy(self.sums_P4),
+            outlier_counts=copy(self.outlier_counts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+    def __getitem__(self, cell: Any) -> Any:
+        header, start = self.headers[cell], self.starts[cell]
+        return Symbols(
+            header=header,
+            payload=self.payload[start : start + header.payload_bytes],
+            sums=self.sums_P4[self.first_sums[cell] : self.first_sums[cell + 1]].sum(0),
+            outlier_count=self.outlier_counts[cell],
+        )
 
 
 _DTYPES = {

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +37,11 @@ from storage.shard_format import (
 )
 from storage.symbols import ErrorSums
 
+States = dict[str, torch.Tensor]
+"""Column -> bf16 [T, D]."""
 _VERIFY_BYTES = 16 << 20
+_ENCODED_TOGETHER = 60 << 20
+"""Values that are encoded and copied together: some 64 MB, which is how page-locked memory is handed out."""
 
 
 class WriterConfig(Config):
@@ -55,8 +59,8 @@ class ShardWriter:
     """An open shard. `add` every planned sample in order, then `close`; without it nothing remains.
 
     with ShardWriter(dataset, shard) as writer:
-        for captured in ...:
-            writer.add(captured)
+        for batch in ...:
+            writer.add(*batch)
         record = writer.close()
 
     `close` uploads; it may run in another thread while the next shard's writer takes samples.
@@ -104,22 +108,19 @@ class ShardWriter:
         self._coders = ThreadPoolExecutor(self._config.threads, "entropy-coder")
         self._scribe = ThreadPoolExecutor(1, "shard-file")
 
-    def add(self, captured: CapturedSample) -> None:
-        """Encode one sample: states bf16 [T, D] on any device, one entry per data column.
+    def add(self, *captured: CapturedSample) -> None:
+        """Encode samples: states bf16 [T, D] on any device, one entry per data column.
 
         A GPU is not waited for: the arithmetic is enqueued on the current stream, behind what makes the
-        states, and copies go beside it. So the next forward can be enqueued at once.
-        Raises UserError naming the sample when it is not the next of the plan or a shape or dtype is wrong.
+        states, and copies go beside it. So the next forward can be enqueued at once. Many samples in one call
+        cost the host little more than one.
+        Raises UserError naming the sample that is not the next of the plan or has a wrong shape or dtype;
+        then none of the call is added.
         """
         self._raise_failed()
-        self._check(captured)
-        sample = self._rows[self._next_row].sample
-        while self._next_row < len(self._rows) and self._rows[self._next_row].sample == sample:
-            row = self._rows[self._next_row]
-            if row.row == 0:
-                self._write_group()
-            self._encode(row, captured)
-            self._next_row += 1
+        for rows in _together(self._rows_of(captured), self._dataset.spec.target.hidden_size):
+            self._encode(rows)
+            self._next_row += len(rows)
 
     def wait_for_device(self) -> None:
         """Return when the device is done with all that was added: its symbols are on the host, or failed.
@@ -168,11 +169,25 @@ class ShardWriter:
 
     # On the caller's thread.
 
-    def _check(self, captured: CapturedSample) -> None:
+    def _rows_of(self, samples: Sequence[CapturedSample]) -> list[tuple[PlannedRow, States]]:
+        """The rows that these samples fill, and what stands in each."""
+        found: list[tuple[PlannedRow, States]] = []
+        place = self._next_row
+        for captured in samples:
+            self._check(captured, place)
+            sample = self._rows[place].sample
+            while place < len(self._rows) and self._rows[place].sample == sample:
+                row = self._rows[place]
+                cut = {name: captured.states[name][row.start : row.stop] for name in self._dataset.columns}
+                found.append((row, cut))
+                place += 1
+        return found
+
+    def _check(self, captured: CapturedSample, next_row: int) -> None:
         given, where = captured.sample, f"sample {captured.sample.sample_id!r} of shard {self._shard}"
-        if self._next_row == len(self._rows):
+        if next_row == len(self._rows):
             raise UserError(f"{where}: the shard is whole already")
-        expected = self._samples[self._rows[self._next_row].sample]
+        expected = self._samples[self._rows[next_row].sample]
         if given.sample_id != expected.sample_id:
             raise UserError(f"{where}: the plan wants {expected.sample_id!r} next; add samples in plan order")
         if given.num_tokens != expected.num_tokens or (given.token_ids_T != expected.token_ids_T).any():
@@ -187,17 +202,24 @@ class ShardWriter:
                 found = f"{states_TD.dtype} {tuple(states_TD.shape)}"
                 raise UserError(f"{where}: {column} must be bfloat16 {shape}, not {found}")
 
-    def _encode(self, row: PlannedRow, captured: CapturedSample) -> None:
-        cells = {}
-        held = 0
-        for column in self._dataset.columns:
-            states_TD = captured.states[column][row.start : row.stop]
-            copy = self._copies.start(states_TD, self._scale(column, states_TD.device))
-            size = copy.symbols.payload.numel()
-            self._room.take(size)
-            held += size
-            cells[column] = self._arrivals.submit(self._arrive, copy, column)
-        self._group.append((row, held, cells))
+    def _encode(self, rows: Sequence[tuple[PlannedRow, States]]) -> None:
+        columns = self._dataset.columns
+        cells = [
+            (states[column], self._scale(column, states[column].device))
+            for _, states in rows
+            for column in columns
+        ]
+        copies = self._copies.start(cells)
+        self._room.take(sum(copy.size for copy in copies))
+        in_order = iter(copies)
+        for row, _ in rows:
+            if row.row == 0:
+                self._write_group()
+            of_row = {column: next(in_order) for column in columns}
+            arriving = {
+                column: self._arrivals.submit(self._arrive, copy, column) for column, copy in of_row.items()
+            }
+            self._group.append((row, sum(copy.size for copy in of_row.values()), arriving))
 
     def _scale(self, column: str, device: torch.device) -> torch.Tensor | None:
         if self._scales is None:
@@ -337,6 +359,21 @@ class ShardWriter:
         except ObjectNotFound:
             return False
         return sha256.hexdigest() == record.sha256
+
+
+def _together(
+    rows: Sequence[tuple[PlannedRow, States]], width: int
+) -> Iterator[Sequence[tuple[PlannedRow, States]]]:
+    """Yield rows that are encoded together: about `_ENCODED_TOGETHER` values, and at least one row."""
+    start, values = 0, 0
+    for end, (row, states) in enumerate(rows):
+        of_row = (row.stop - row.start) * len(states) * width
+        if end > start and values + of_row > _ENCODED_TOGETHER:
+            yield rows[start:end]
+            start, values = end, 0
+        values += of_row
+    if start < len(rows):
+        yield rows[start:]
 
 
 class _Room:

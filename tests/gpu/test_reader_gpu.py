@@ -13,9 +13,10 @@ import torch
 
 from dflash_core.packing import plan_epoch
 from storage.calibration import Calibration
-from storage.codec import parse_codec
+from storage.codec import Codec, parse_codec
 from storage.dataset import Dataset
 from storage.reader import ReaderConfig, RowReader
+from storage.symbols import Symbols
 from tests.storage.made import made_dataset, made_samples, made_spec, write_missing
 from tests.storage.test_codec import NAMES, realistic_states
 
@@ -53,6 +54,37 @@ def test_cells_and_states_are_the_same_bits_on_both_devices(name: str) -> None:
             assert torch.equal(on_cpu.view(torch.int16), back.view(torch.int16))
 
 
+def encoded_at_once(codec: Codec, states_TD: torch.Tensor, scale_D: torch.Tensor, room: int) -> Symbols:
+    """On the host; without waiting, where the codec has a kernel."""
+    if not codec.has_kernel:
+        return codec.encode_on_device(states_TD, scale_D).to("cpu")
+    (symbols,) = codec.encode_at_once([(states_TD, scale_D)], [room]).map(lambda tensor: tensor.cpu())
+    assert isinstance(symbols, Symbols)
+    return symbols
+
+
+@pytest.mark.parametrize("name", ["tolerance=0.01", "tolerance=0.1", "tolerance=0.3"])
+@pytest.mark.parametrize("width", [33, 512])
+def test_many_cells_at_once_are_those_of_one_at_a_time(name: str, width: int) -> None:
+    codec = parse_codec(name)
+    scales = [torch.rand(width, device="cuda") + 0.5 for _ in range(2)]
+    cells = []
+    for i, tokens in enumerate((1, 40, 16, 17, 1000, 3, 300)):
+        states_TD = realistic_states(tokens, width)
+        if i % 3:
+            states_TD[tokens // 2, 6], states_TD[-1, -1] = torch.inf, torch.nan
+        cells.append((torch.cat([states_TD, states_TD]).cuda()[tokens:], scales[i % 2]))
+    alone = [codec.encode_on_device(*states).to("cpu") for states in cells]
+    rooms = [symbols.header.outliers + 7 * (i % 2) for i, symbols in enumerate(alone)]
+    batch = codec.encode_at_once(cells, rooms).map(lambda tensor: tensor.cpu())
+    assert len(batch) == len(alone)
+    for exact, rough in zip(alone, batch, strict=True):
+        settled = rough.settled()
+        assert settled is not None and codec.to_bytes(settled) == codec.to_bytes(exact)
+        assert settled.error.relative_error == pytest.approx(exact.error.relative_error, rel=1e-5)
+        assert settled.error.scaled_values == exact.error.scaled_values
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 7), (300, 33), (1000, 512), (17, 5120)])
 def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str, tokens: int, width: int) -> None:
@@ -62,7 +94,7 @@ def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str, tok
     exact = codec.encode_on_device(states_TD, scale_D)
     states_TD, scale_D = states_TD.cuda(), scale_D.cuda()
     for room in (exact.header.outliers, exact.header.outliers + 1, exact.header.outliers + 1000):
-        rough = codec.encode_on_device(states_TD, scale_D, outlier_room=room).to("cpu")
+        rough = encoded_at_once(codec, states_TD, scale_D, room)
         settled = rough.settled()
         assert settled is not None and settled.header == exact.header
         assert codec.to_bytes(settled) == codec.to_bytes(exact)
@@ -71,10 +103,10 @@ def test_room_for_outliers_instead_of_waiting_gives_the_same_cell(name: str, tok
         assert settled.error.scaled_values == exact.error.scaled_values
     if codec.needs_scales:
         for room in (0, 2):
-            assert codec.encode_on_device(states_TD, scale_D, outlier_room=room).settled() is None
+            assert encoded_at_once(codec, states_TD, scale_D, room).settled() is None
     states_TD = torch.randn(tokens, width, device="cuda").bfloat16()  # without an outlier, nor room for one
     scale_D = torch.ones(width, device="cuda")
-    settled = codec.encode_on_device(states_TD, scale_D, outlier_room=0).to("cpu").settled()
+    settled = encoded_at_once(codec, states_TD, scale_D, 0).settled()
     assert settled is not None and settled.header.outliers == 0
     assert codec.to_bytes(settled) == codec.to_bytes(codec.encode_on_device(states_TD, scale_D).to("cpu"))
 

@@ -35,8 +35,8 @@ def write(dataset: Dataset, device: str, *, mad: bool = False) -> list[str]:
             states = {column: states_TD.to(device) for column, states_TD in states.items()}
             captured.append(CapturedSample(sample=sample, states=states))
         with ShardWriter(dataset, shard, None, WriterConfig(threads=2)) as writer:
-            for item in captured:
-                writer.add(item)
+            writer.add(*captured[:3])
+            writer.add(*captured[3:])
             objects.append(writer.close().object)
     return objects
 

@@ -276,7 +276,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(CodecError, match="scales"):
         codec.encode_on_device(states_TD, torch.ones(5))
     with pytest.raises(CodecError, match="states on a GPU, and these are on cpu"):
-        codec.encode_on_device(states_TD, torch.ones(4), outlier_room=16)
+        codec.encode_at_once([(states_TD, torch.ones(4))], [16])
     symbols = codec.encode_on_device(states_TD, torch.ones(4))
     with pytest.raises(CodecError, match="does not fit"):
         codec.decode_on_device(symbols, torch.ones(4), torch.empty(4, 5, dtype=torch.bfloat16))

@@ -139,6 +139,27 @@ def test_what_is_added_must_be_what_was_planned(tmp_path: Path) -> None:
     assert not dataset.store.abort_unfinished()
 
 
+@pytest.mark.parametrize("together", [1, 2000, 1 << 30])
+def test_samples_of_one_call_are_written_as_one_by_one(
+    tmp_path: Path, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long samples cover several rows; a call with a wrong sample adds none."""
+    monkeypatch.setattr("storage.writer._ENCODED_TOGETHER", together)
+    spec, samples = made_spec(), made_samples(30)
+    expected, dataset = (made_dataset(tmp_path / name, spec, samples) for name in ("single", "many"))
+    write_missing(expected)
+    for shard in dataset.missing():
+        captured = [capture(sample, dataset) for sample in dataset.samples(shard)]
+        with ShardWriter(dataset, shard) as writer:
+            writer.add()
+            with pytest.raises(UserError, match="next|whole already"):
+                writer.add(captured[0], captured[0], *captured[1:])
+            writer.add(*captured[:1])
+            writer.add(*captured[1:])
+            writer.close()
+    assert dataset.records() == expected.records() and len(expected.records()) > 1
+
+
 def test_no_scales_no_shard(tmp_path: Path) -> None:
     dataset = create_dataset(open_store(tmp_path), "made", made_spec(), made_samples(5))
     with pytest.raises(DatasetError, match="calibrate"):
