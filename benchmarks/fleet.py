@@ -5,12 +5,14 @@ python benchmarks/fleet.py --shape qwen3-8b --gpus 1,2,4 --shards-per-gpu 8
 A target of random weights is written to disk once (as far as its last tap), random chats are planned as a
 data set, every worker does two shards to warm up, then the rest is timed: from token ids on the store to
 committed shards. Prints one JSON line for each number of GPUs: tokens/s, efficiency against one GPU, how busy
-the host was. On a machine without GPUs, `--gpus 0` runs one worker on the CPU.
+the host was. All share one compile cache, so only the first compiles. On a machine without GPUs, `--gpus 0`
+runs one worker on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,6 +45,9 @@ from tests.tiny import tiny_tokenizer
 
 WARM_SHARDS = 2
 """Shards a worker does before the clock starts."""
+
+Watch = Callable[[WorkerPool, int, int], Any]
+"""Is called with the pool, how many timed shards have ended (0: all workers are warm), and of how many."""
 
 
 def write_target(shape: str, folder: Path) -> None:
@@ -113,42 +119,56 @@ class Fleet:
         return create_dataset(open_store(str(self.store)), name, dataset_spec, samples)
 
     def extract(
-        self, dataset: Dataset, slots: Sequence[str], warmed: Callable[[WorkerPool], Any] = lambda _: None
+        self, dataset: Dataset, slots: Sequence[str], watch: Watch = lambda *_: None
     ) -> tuple[dict[str, Any], tuple[float, float]]:
-        """Extract it, and time all but the first shards of each worker; `warmed` is called after those.
+        """Extract a data set that has no shards yet, and time all but the first shards of each worker.
 
         Returns the figures, and when the timed part began and ended.
         """
-        tokens = {planned.shard: planned.tokens for planned in dataset.plan.shards}
-        shards = sorted(tokens)
+        shards = dataset.missing()
+        if len(shards) < len(dataset.plan.shards):
+            raise RuntimeError(f"{dataset.uri} has shards already, which nobody would capture")
         first, timed = shards[: WARM_SHARDS * len(slots)], shards[WARM_SHARDS * len(slots) :]
+        ended = itertools.count(1)
         with (
             open_pool(self._configuration(slots), dataset) as pool,
             ThreadPoolExecutor(pool.capacity) as threads,
         ):
             runner = ShardRunner(pool, redo=False)
+
+            def capture(shard: int) -> Message:
+                result = {**attempt(runner, shard), "ended": time.monotonic()}
+                watch(pool, next(ended), len(timed))
+                return result
+
             started = time.monotonic()
             runner.prepare(tell, len(shards))
             list(threads.map(lambda shard: attempt(runner, shard), first))
             warm_up = time.monotonic() - started
-            warmed(pool)
+            watch(pool, 0, len(timed))
             began = time.monotonic()
             with HostWatch() as host:
-                results = list(threads.map(lambda shard: attempt(runner, shard), timed))
+                results = list(threads.map(capture, timed))
             seconds = time.monotonic() - began
-        done = sum(tokens[shard] for shard in timed)
+        starts = sum(worker.starts for worker in pool.workers)
+        if starts == len(slots) and any(result["found"] for result in results):
+            raise RuntimeError(f"another run writes to {dataset.uri}: some of the timed shards are its")
+        done = sum(result["tokens"] for result in results)
         figures = {
             "gpus": sum(slot != "cpu" for slot in slots),
+            "workers": len(slots),
             "codec": self.codec,
             "tokens": done,
             "seconds": round(seconds, 2),
             "tokens_per_second": round(done / seconds, 1),
             "tokens_per_second_per_worker": round(done / seconds / len(slots), 1),
+            **pace(results, len(slots)),
             "capturing_share": round(sum(r["seconds"] for r in results) / (seconds * len(slots)), 4),
             "encoded_mb_per_second": round(sum(r["bytes"] for r in results) / seconds / 1e6, 1),
             "warm_up_seconds": round(warm_up, 1),
-            "workers_started": sum(worker.starts for worker in pool.workers),
-            "budgets": sorted({result.get("token_budget", 0) for result in results}),
+            "workers_started": starts,
+            "cache_state": (pool.cache or {}).get("state"),
+            "budgets": sorted({result["token_budget"] for result in results if not result["found"]}),
             **host.summary(),
         }
         return figures, (began, began + seconds)
@@ -162,6 +182,7 @@ class Fleet:
                 "target": self.target.model_dump(),
                 "codec": self.codec,
                 "workers": workers,
+                "cache": {"uri": str(self.store.parent / "compile-cache")},
             }
         )
 
@@ -178,13 +199,38 @@ def attempt(runner: ShardRunner, shard: int) -> Message:
     raise AssertionError
 
 
+def pace(results: Sequence[Message], workers: int) -> dict[str, float | None]:
+    """The rate while each of so many workers has work, and stalls: seconds between the ends of two shards.
+
+    Steady: of each worker from the end of its first shard to that of its last before any worker ended its
+    very last, so that neither the start of a run nor its tail, in which some have nothing left, counts.
+    """
+    ends = [
+        sorted((result["ended"], result["tokens"]) for result in results if result["worker"] == name)
+        for name in {result["worker"] for result in results}
+    ]
+    over = min(each[-1][0] for each in ends)
+    gaps = [
+        [(end - before, tokens, end <= over) for (before, _), (end, tokens) in itertools.pairwise(each)]
+        for each in ends
+    ]
+    between = [seconds for each in gaps for seconds, *_ in each]
+    steady = [[(seconds, tokens) for seconds, tokens, counts in each if counts] for each in gaps]
+    rates = [sum(t for _, t in each) / sum(s for s, _ in each) for each in steady if each]
+    return {
+        "steady_tokens_per_second": round(sum(rates), 1) if len(rates) == workers else None,
+        "seconds_between_shards": round(median(between), 2) if between else None,
+        "longest_between_shards": round(max(between), 2) if between else None,
+    }
+
+
 class HostWatch:
     """Samples how busy the host's CPUs and disks are and how much memory is in use, from /proc."""
 
     def __enter__(self) -> HostWatch:
         self._stop = threading.Event()
         self._used_gib: list[float] = []
-        self._before, self._disk = self._cpu(), disk_bytes()
+        self._before, self._disk_before = self._cpu(), disk_bytes()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -194,7 +240,7 @@ class HostWatch:
         self._stop.set()
         self._thread.join()
         self._seconds = time.monotonic() - self._began
-        self._busy, self._written = self._cpu() - self._before, disk_bytes() - self._disk
+        self._busy, self._disk_after = self._cpu() - self._before, disk_bytes()
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
@@ -209,22 +255,26 @@ class HostWatch:
         return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
 
     def summary(self) -> dict[str, float]:
-        """Cores that were busy on average, what was written to disks, and the most memory in use."""
+        """Cores that were busy on average, what disks read and wrote, and the most memory in use."""
+        read, written = (
+            after - before for before, after in zip(self._disk_before, self._disk_after, strict=True)
+        )
         return {
-            "disk_mb_per_second": round(self._written / self._seconds / 1e6, 1),
+            "disk_read_mb_per_second": round(read / self._seconds / 1e6, 1),
+            "disk_write_mb_per_second": round(written / self._seconds / 1e6, 1),
             "busy_cores": round(self._busy / self._seconds, 2),
             "host_memory_gib": round(max(self._used_gib, default=0.0), 1),
         }
 
 
-def disk_bytes() -> int:
-    """Bytes written by all processes to block devices so far."""
-    total = 0
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that all processes have read from block devices and written to them so far."""
+    read = written = 0
     for line in Path("/proc/diskstats").read_text().splitlines():
         fields = line.split()
         if Path(f"/sys/block/{fields[2]}").exists() and not fields[2].startswith(("loop", "ram")):
-            total += int(fields[9]) * 512
-    return total
+            read, written = read + int(fields[5]) * 512, written + int(fields[9]) * 512
+    return read, written
 
 
 def tell(message: Message) -> None:
