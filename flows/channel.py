@@ -115,8 +115,8 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
     Takes the set-up message, calls `start(channel, setup)` and answers jobs with what it returned: `start`
     loads whatever lives long and returns a function from a job to the fields of its "done" message, or to a
     function that gives them: that one runs on a second thread while the next job begins, and uploads inside
-    `Channel.waiting`. An exception inside a job is told to the parent and the worker goes on, except after
-    `Unusable`; an exception in `start` ends the process.
+    `Channel.waiting`. An exception inside a job is told to the parent and the worker goes on; after
+    `Unusable` it finishes the job before this one and ends. An exception in `start` ends the process.
     """
     channel = Channel()
     handler = _ChannelHandler(channel)
@@ -142,7 +142,9 @@ def serve(start: Callable[[Channel, Job], RunJob]) -> None:
             except Exception as error:  # noqa: BLE001  the same: told to the parent, which decides
                 _say_error(channel, job["id"], error)
                 if isinstance(error, Unusable):
-                    sys.exit(1)
+                    if finishing is not None:
+                        finishing.result()  # it needs the device no more, or meets the same error
+                    os._exit(1)
                 continue
             if callable(result):
                 if finishing is not None:

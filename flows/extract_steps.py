@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,9 @@ from dflash_core.target_identity import load_text_config
 from flows.config import ExtractConfig
 from flows.devices import hold_devices
 from flows.launch import (
-    JobError,
     Message,
     OnMessage,
-    Worker,
+    Tries,
     WorkerPool,
     ignore,
     python_module,
@@ -70,7 +70,7 @@ def write_responses(config: ExtractConfig, on_message: OnMessage) -> None:
         silence_timeout_s=max(workers.start_timeout_s, workers.silence_timeout_s),
     )
     with hold_devices(slots), pool:
-        result, _ = pool.run(job, on_message)
+        result = pool.run_first(job, on_message)
     log.info("responses: %s", result["sentence"])
 
 
@@ -196,22 +196,22 @@ def wanted_shards(dataset: Dataset, only: Sequence[int] = ()) -> list[int]:
 
 
 class ShardRunner:
-    """Has shards captured; remembers who failed at which, so that the next try goes elsewhere."""
+    """Has shards captured; remembers the tries of each, so that the next goes elsewhere."""
 
     def __init__(self, pool: WorkerPool, *, redo: bool) -> None:
         """`redo`: capture shards that are committed already once more, and replace them."""
         self._pool = pool
         self._redo = redo
-        self._failed_on: dict[int, Worker | None] = {}
+        self._tries: defaultdict[int, Tries] = defaultdict(Tries)
 
     def prepare(self, on_message: OnMessage, shards: int = 1) -> None:
         """Start the workers that so many shards need, and publish the codec's scales.
 
         Each worker proves that it captures the target rightly before it takes a job. Raises UserError when
-        the target, the data set or the store cannot be used; JobError otherwise.
+        the target, the data set or the store cannot be used; JobError when no worker can do it.
         """
         self._pool.warm(shards, on_message)
-        self._pool.run({"task": "scales"}, on_message)
+        self._pool.run_first({"task": "scales"}, on_message)
 
     def attempt(self, shard: int, on_message: OnMessage) -> Message:
         """Capture one shard and return what the worker tells of it, with its name as "worker".
@@ -219,11 +219,7 @@ class ShardRunner:
         Raises JobError or UserError when this try failed, PoolClosed when no other can succeed.
         """
         job = {"task": "shard", "shard": shard, "replace": self._redo}
-        try:
-            result, worker = self._pool.run(job, on_message, avoid=self._failed_on.get(shard))
-        except JobError as error:
-            self._failed_on[shard] = error.worker
-            raise
+        result, worker = self._pool.run(job, on_message, self._tries[shard])
         return {**result, "worker": worker.name}
 
 

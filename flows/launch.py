@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dflash_core.configuration import UserError
 from flows.devices import visible_gpus
@@ -18,8 +20,10 @@ from flows.worker_process import (
     Worker,
     WorkerDied,
     ignore,
+    log_message,
     python_module,
 )
+from storage.object_store import StoreError
 
 __all__ = [
     "JobError",
@@ -27,6 +31,7 @@ __all__ = [
     "Message",
     "OnMessage",
     "PoolClosed",
+    "Tries",
     "Worker",
     "WorkerDied",
     "WorkerPool",
@@ -38,6 +43,48 @@ __all__ = [
 START_FAILURES_ALLOWED = 3
 """A slot whose worker fails to start this many times in a row is given up. Starts that failed because the
 store did not answer are not counted; the slot pauses before the next one."""
+JOB_FAILURES_ALLOWED = 5
+"""A worker that fails this many jobs in a row, while others do as many, is started anew. When that does not
+help its slot is given up."""
+TRIES_OF_ALL = 3
+"""How often a job that the whole run waits for is tried at least."""
+
+
+@dataclass
+class Tries:
+    """How the tries of one job ended so far, which says where the next is made. `WorkerPool.run` keeps it."""
+
+    failed_on: set[Worker] = field(default_factory=set)
+    alone: bool = False
+    """Whether a worker was lost with it: from then on it shares none."""
+
+    def note(self, error: Exception, worker: Worker) -> None:
+        """Keep that this worker failed the job so."""
+        if isinstance(error, WorkerDied):
+            self.alone = True
+            if error.blameless:
+                return
+        self.failed_on.add(worker)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A job that waits for a worker, another than those to avoid where one is usable."""
+
+    avoid: set[Worker]
+    places: int
+    """How many of the worker's jobs it counts as."""
+
+
+@dataclass
+class _Failures:
+    """The last jobs of a worker, which all failed."""
+
+    done_before: int
+    """How many jobs the pool had done when they began."""
+    count: int = 0
+    renewed: bool = False
+    """Whether the worker was started anew for failures that came before."""
 
 
 class WorkerPool:
@@ -72,6 +119,10 @@ class WorkerPool:
         """How many jobs can be held at a time."""
         self._depth = depth
         self._usable = list(self.workers)
+        self._waiting: list[_Request] = []
+        self._done = 0
+        self._failures: dict[Worker, _Failures] = {}
+        """Those of the workers whose last job failed."""
         self._closed = False
         self._changed = threading.Condition()
 
@@ -100,52 +151,129 @@ class WorkerPool:
             threading.Thread(target=context.run, args=(worker.warm, on_message), daemon=True).start()
 
     def run(
-        self, job: Message, on_message: OnMessage = ignore, avoid: Worker | None = None
+        self, job: Message, on_message: OnMessage = ignore, tries: Tries | None = None
     ) -> tuple[Message, Worker]:
-        """Run one job on the least busy worker, another than `avoid` when there is a choice.
+        """Run one job on the least busy worker that has not failed it yet, where one is usable.
 
-        Blocks while all are busy. Returns the "done" message and the worker. Errors as `Worker.call`, with
-        their `worker` set, or PoolClosed.
+        Blocks while all those are busy. Returns the "done" message and the worker. A job whose worker was
+        lost together with another job is done again, alone on a worker: only what that meets counts. Raises
+        as `Worker.call`, or PoolClosed.
         """
+        tries = tries or Tries()
+        try:
+            return self._try(job, on_message, tries)
+        except WorkerDied as error:
+            if not error.blameless:
+                raise
+            again = "this job may not be the cause, and is done again, alone on a worker"
+            on_message(log_message(f"{error}\n{again}", "WARNING"))
+            return self._try(job, on_message, tries)
 
+    def run_first(self, job: Message, on_message: OnMessage = ignore) -> Message:
+        """Run a job that the whole run waits for: a worker that fails it does not end the run.
+
+        Raises as `run`, but JobError only when each usable worker has failed it.
+        """
+        tries = Tries()
+        for count in itertools.count(1):
+            try:
+                return self.run(job, on_message, tries)[0]
+            except JobError as error:
+                if not self._usable or (count >= TRIES_OF_ALL and tries.failed_on.issuperset(self._usable)):
+                    raise
+                on_message(log_message(f"{error}\nit is tried again", "WARNING"))
+        raise AssertionError
+
+    def _try(self, job: Message, on_message: OnMessage, tries: Tries) -> tuple[Message, Worker]:
         def heard(message: Message) -> None:
             self._listen(message)
             on_message(message)
 
-        with self._lease(avoid) as worker:
+        request = _Request(tries.failed_on, self._depth if tries.alone else 1)
+        with self._lease(request) as worker:
             try:
-                return worker.call(job, heard), worker
-            except JobError as error:
-                if self._closed:
+                result = worker.call(job, heard)
+            except StoreError:
+                raise  # it says nothing against the worker
+            except (JobError, UserError) as error:
+                if self._closed and isinstance(error, JobError):
                     raise PoolClosed("the worker pool was closed during the job") from error
-                error.worker = worker
+                tries.note(error, worker)
+                self._note_failure(worker, on_message)
                 raise
+            self._note_success(worker)
+            return result, worker
+
+    def _note_success(self, worker: Worker) -> None:
+        with self._changed:
+            self._done += 1
+            self._failures.pop(worker, None)
+
+    def _note_failure(self, worker: Worker, on_message: OnMessage) -> None:
+        """Start a worker anew that fails while others do not, and give up one that nothing helps."""
+        with self._changed:
+            failures = self._failures.setdefault(worker, _Failures(self._done))
+            failures.count += 1
+            done_elsewhere = self._done - failures.done_before
+            fails_alone = min(failures.count, done_elsewhere) >= JOB_FAILURES_ALLOWED
+            why = f"it failed {failures.count} jobs in a row while others did {done_elsewhere}"
+            if worker not in self._usable:
+                return
+            if worker.failed_starts >= START_FAILURES_ALLOWED:
+                self._usable.remove(worker)
+                text = f"{worker.name} is given up: it failed to start {worker.failed_starts} times in a row"
+            elif not fails_alone or self._usable == [worker]:
+                return
+            elif failures.renewed:
+                self._usable.remove(worker)
+                text = f"{worker.name} is given up: {why}, also after it was started anew; the others go on"
+            else:
+                worker.renew()
+                self._failures[worker] = _Failures(self._done, renewed=True)
+                text = f"{worker.name} is started anew: {why}"
+            self._changed.notify_all()
+        on_message(log_message(text, "WARNING"))
 
     @contextlib.contextmanager
-    def _lease(self, avoid: Worker | None) -> Iterator[Worker]:
-        worker = self._take(avoid)
+    def _lease(self, request: _Request) -> Iterator[Worker]:
+        worker = self._take(request)
         try:
             yield worker
         finally:
             with self._changed:
-                worker.jobs -= 1
-                if worker.failed_starts >= START_FAILURES_ALLOWED and worker in self._usable:
-                    self._usable.remove(worker)
+                worker.jobs -= request.places
                 self._changed.notify_all()
 
-    def _take(self, avoid: Worker | None) -> Worker:
+    def _take(self, request: _Request) -> Worker:
         with self._changed:
-            while True:
-                if self._closed:
-                    raise PoolClosed("the worker pool is closed")
-                if not self._usable:
-                    raise PoolClosed(
-                        f"no worker can be started any more: each of the {len(self.workers)} slots failed "
-                        f"{START_FAILURES_ALLOWED} times in a row"
-                    )
-                free = [worker for worker in self._usable if worker.jobs < self._depth]
-                if free:
-                    worker = min(free, key=lambda worker: (worker is avoid, worker.jobs))
-                    worker.jobs += 1
-                    return worker
-                self._changed.wait()
+            self._waiting.append(request)
+            try:
+                while (worker := self._place(request)) is None:
+                    self._changed.wait()
+                worker.jobs += request.places
+                return worker
+            finally:
+                self._waiting.remove(request)
+                self._changed.notify_all()
+
+    def _place(self, request: _Request) -> Worker | None:
+        """Return the least busy worker with room that is not owed to a request which has waited longer.
+
+        Each of those is owed one, so that one that wants a worker alone gets it. Raises PoolClosed.
+        """
+        if self._closed:
+            raise PoolClosed("the worker pool is closed")
+        if not self._usable:
+            raise PoolClosed(
+                f"no worker can be started any more: each of the {len(self.workers)} slots was given up"
+            )
+        owed: set[Worker] = set()
+        for waiting in self._waiting:
+            suitable = [worker for worker in self._usable if worker not in waiting.avoid] or self._usable
+            left = [worker for worker in suitable if worker not in owed]
+            if waiting is request:
+                break
+            if left:
+                owed.add(min(left, key=lambda worker: worker.jobs))
+        free = [worker for worker in left if worker.jobs + request.places <= self._depth]
+        return min(free, key=lambda worker: worker.jobs, default=None)

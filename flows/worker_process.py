@@ -35,13 +35,16 @@ STDERR_LINES_KEPT = 40
 
 
 class JobError(RuntimeError):
-    """A job did not end well, and may be tried again. `worker` is the one that had it."""
-
-    worker: Worker | None = None
+    """A job did not end well, and may be tried again."""
 
 
 class WorkerDied(JobError):
-    """The worker's process ended or fell silent."""
+    """The worker's process ended, fell silent, or cannot be trusted any more."""
+
+    def __init__(self, text: str, *, blameless: bool = False) -> None:
+        super().__init__(text)
+        self.blameless = blameless
+        """Whether this job may not be the cause: the process had another one too, or never began it."""
 
 
 class JobFailed(JobError):
@@ -63,9 +66,13 @@ class _Process:
         self.name = name
         self.last_sign = time.monotonic()
         """When a message arrived last. Lines on stderr are no signs of life."""
+        self.leaving = False
+        """No job may be sent to it any more; those that it has may end."""
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._inboxes: dict[int, queue.SimpleQueue[Message]] = {}
+        self._last_jobs: frozenset[int] | None = None
+        """The jobs that it had when it was first known to be lost."""
         self._unheard: deque[Message] = deque(maxlen=100)
         self._ended = False
         self._popen = subprocess.Popen(
@@ -104,6 +111,7 @@ class _Process:
         """Stop collecting for a job; what came after its answer and names no job goes to another."""
         with self._lock:
             inbox = self._inboxes.pop(job_id, None)
+            self._lock.notify_all()
             while inbox is not None and not inbox.empty():
                 message = inbox.get()
                 if message["kind"] != "exit":
@@ -138,6 +146,7 @@ class _Process:
                 self._deliver({"kind": "stderr", "text": line.rstrip()})
         with self._lock:
             self._ended = True
+            self._note_loss()
             for inbox in self._inboxes.values():
                 inbox.put({"kind": "exit"})
 
@@ -147,6 +156,16 @@ class _Process:
             if text := line.rstrip():
                 self._stderr_tail.append(text)
                 self._deliver({"kind": "stderr", "text": text})
+
+    def _note_loss(self) -> None:
+        if self._last_jobs is None:
+            self._last_jobs = frozenset(self._inboxes)
+
+    def lost_beside(self, job_id: int) -> bool:
+        """Say of a process that is lost, be it just now, whether another job than this may be the cause."""
+        with self._lock:
+            self._note_loss()
+            return self._last_jobs != {job_id}
 
     def send(self, message: Message) -> None:
         """Write one message to the process; raises BrokenPipeError when it no longer listens."""
@@ -164,6 +183,12 @@ class _Process:
     def last_words(self) -> str:
         time.sleep(0.05)  # the two pipes of a dead process are read by two threads
         return "; its last words:\n" + "\n".join(self._stderr_tail) if self._stderr_tail else ""
+
+    def leave(self) -> None:
+        """Wait until the jobs that it has are answered, and end it."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._inboxes)
+        self.stop(STOP_GRACE_S)
 
     def stop(self, grace_s: float) -> None:
         """End the process and everything it started. Safe from any thread, and when it is already gone."""
@@ -193,7 +218,7 @@ class Worker:
         self.slot = slot
         self.name = f"worker {index} ({slot if slot == 'cpu' else 'gpu ' + slot})"
         self.jobs = 0
-        """Jobs that it has now."""
+        """Jobs that it has now; one that is to be alone counts as many as it may have."""
         self.starts = 0
         self.failed_starts = 0
         """Starts in a row that did not succeed, those not counted that failed for the store."""
@@ -216,42 +241,53 @@ class Worker:
     def call(self, job: Message, on_message: OnMessage = ignore) -> Message:
         """Run one job and return its "done" message, starting the process first when there is none.
 
-        Raises UserError (StoreError among them) or JobFailed as the worker says, WorkerDied when it ends or
-        says nothing for too long; in the last case the process is gone when this returns.
+        Raises UserError (StoreError among them) or JobFailed as the worker says, WorkerDied when it ends,
+        says nothing for too long or must not be used any more; then the next job starts another process.
         """
         with self._lock:
             process = self._process
+            if process is not None and process.leaving:
+                process.leave()
             if process is None or not process.alive:
                 process = self._start(on_message)
         return self._converse(process, job, "done", self._silence_timeout_s, on_message)
 
     def warm(self, on_message: OnMessage = ignore) -> None:
-        """Start the process ahead of its first job; a failure is only told: the job will meet it again."""
+        """Start the process ahead of its first job; a failure is only told: the job will meet it again.
+
+        That a start was cut short because the pool is closed is nothing to tell.
+        """
         try:
             with self._lock:
                 if self.pid is None:
                     self._start(on_message)
         except (JobError, PoolClosed, UserError) as error:
-            on_message(_log(f"{self.name} did not start: {error}", "WARNING"))
+            if not self._retired.is_set():
+                on_message(log_message(f"{self.name} did not start: {error}", "WARNING"))
+
+    def renew(self) -> None:
+        """Have the next job start another process, once the jobs of this one are answered."""
+        if self._process is not None:
+            self._process.leaving = True
 
     def _start(self, on_message: OnMessage) -> _Process:
         if self._retired.wait(max(0.0, self._start_after - time.monotonic())):
             raise PoolClosed("the worker pool is closed")
         began = time.monotonic()
         self.starts += 1
-        self.failed_starts += 1
         process = self._process = _Process(self.name, self._argv, self._environment)
         try:
             self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
         except Exception as error:
             process.stop(grace_s=0)  # it may be about to end by itself; nobody may take it for alive
             if isinstance(error, StoreError):  # says nothing against this slot
-                self.failed_starts -= 1
                 self._start_after = time.monotonic() + STORE_PAUSE_S
+            else:
+                self.failed_starts += 1
             raise
         self.failed_starts = 0
         seconds = time.monotonic() - began
-        on_message(_log(f"{self.name}: process {process.pid} is ready after {seconds:.1f} s"))
+        on_message(log_message(f"{self.name}: process {process.pid} is ready after {seconds:.1f} s"))
         return process
 
     def _converse(
@@ -266,14 +302,15 @@ class Worker:
                 process.send({**message, "id": job_id})
             except (BrokenPipeError, ValueError) as error:  # ValueError: the pipe is closed
                 process.stop(grace_s=0)
-                raise WorkerDied(process.obituary()) from error
-            return self._await(process, inbox, wanted, silence_s, on_message)
+                raise WorkerDied(process.obituary(), blameless=True) from error
+            return self._await(process, job_id, inbox, wanted, silence_s, on_message)
         finally:
             process.close_inbox(job_id)
 
     def _await(
         self,
         process: _Process,
+        job_id: int,
         inbox: queue.SimpleQueue[Message],
         wanted: str,
         silence_s: float,
@@ -285,29 +322,30 @@ class Worker:
             except queue.Empty:
                 if time.monotonic() < process.last_sign + silence_s:
                     continue  # it spoke of another job meanwhile
+                shared = process.lost_beside(job_id)
                 process.stop(grace_s=0)
                 limit = "; raise workers.start_timeout_s if a start takes longer" if wanted == "ready" else ""
                 words = f"{self.name} said nothing for {silence_s:g} s and was killed{limit}"
-                raise WorkerDied(words + process.last_words()) from None
+                raise WorkerDied(words + process.last_words(), blameless=shared) from None
             kind = message.get("kind")
             if kind == wanted:
                 return message
             if kind == "exit":
                 process.stop(grace_s=0)
-                raise WorkerDied(process.obituary())
+                raise WorkerDied(process.obituary(), blameless=process.lost_beside(job_id))
             if kind == "error":
-                raise self._error(process, message)
+                raise self._error(process, job_id, message)
             on_message(message)
 
-    def _error(self, process: _Process, message: Message) -> Exception:
+    def _error(self, process: _Process, job_id: int, message: Message) -> Exception:
         if message.get("store"):
             return StoreError(message["text"])
         if message.get("user"):
             return UserError(message["text"])
         text = f"{self.name}: {message['type']}: {message['text']}\n{message.get('traceback', '')}"
         if message.get("unusable"):
-            process.stop(grace_s=STOP_GRACE_S)
-            return WorkerDied(text)
+            process.leaving = True  # by itself, once it has finished the job before this one
+            return WorkerDied(text, blameless=process.lost_beside(job_id))
         return JobFailed(text)
 
     def retire(self) -> None:
@@ -339,5 +377,6 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-m", name]
 
 
-def _log(text: str, level: str = "INFO") -> Message:
+def log_message(text: str, level: str = "INFO") -> Message:
+    """Return what a worker would send to have this in the log of the run."""
     return {"kind": "log", "level": level, "text": text}

@@ -15,7 +15,7 @@ import pytest
 
 from dflash_core.configuration import UserError
 from flows.channel import ORPHANED
-from flows.launch import START_FAILURES_ALLOWED, JobFailed, PoolClosed, WorkerDied, WorkerPool
+from flows.launch import START_FAILURES_ALLOWED, JobFailed, PoolClosed, Tries, WorkerDied, WorkerPool
 from storage.object_store import StoreError
 
 TOY = [sys.executable, str(Path(__file__).parent / "toy_worker.py")]
@@ -118,50 +118,110 @@ def test_errors_of_a_job_leave_the_worker_alive_unless_it_cannot_be_trusted() ->
         with pytest.raises(UserError, match=r"^mend this$"):
             workers.run({"name": 1, "fault": "user"})
         assert workers.workers[0].starts == 1
-        with pytest.raises(WorkerDied, match="illegal memory access") as caught:
+        with pytest.raises(WorkerDied, match="illegal memory access"):
             workers.run({"name": 1, "fault": "unusable"})
-        assert caught.value.worker is workers.workers[0]
         workers.run({"name": 2})
         assert workers.workers[0].starts == 2
 
 
+def begin(
+    threads: ThreadPoolExecutor, workers: WorkerPool, name: str, finish_when: Path
+) -> Future[dict[str, Any]]:
+    """Have a job begun that ends when this file is there; return when it is only to be finished."""
+    finishing = threading.Event()
+
+    def hear(message: dict[str, Any]) -> None:
+        if message.get("what") == "finishing":
+            finishing.set()
+
+    job = {"name": name, "finish_s": 0.0, "finish_when": str(finish_when)}
+    future = threads.submit(lambda: workers.run(job, hear)[0])
+    assert finishing.wait(60)
+    return future
+
+
 def test_a_worker_begins_the_next_job_while_it_finishes_one(tmp_path: Path) -> None:
-    def begin(name: str, finish_when: Path) -> Future[dict[str, Any]]:
-        """Have a job begun that ends when this file is there; return when it is only to be finished."""
-        finishing = threading.Event()
-
-        def hear(message: dict[str, Any]) -> None:
-            if message.get("what") == "finishing":
-                finishing.set()
-
-        job = {"name": name, "finish_s": 0.0, "finish_when": str(finish_when)}
-        future = threads.submit(lambda: workers.run(job, hear)[0])
-        assert finishing.wait(60)
-        return future
-
     with ThreadPoolExecutor() as threads, pool(depth=2) as workers:
-        slow = begin("slow", tmp_path / "go")
+        slow = begin(threads, workers, "slow", tmp_path / "go")
         quick, _ = workers.run({"name": "quick"})
         assert not slow.done()
         (tmp_path / "go").touch()
         assert slow.result()["name"] == "slow" and slow.result()["pid"] == quick["pid"]
         with pytest.raises(JobFailed, match="the upload broke"):
             workers.run({"name": "broken", "finish_s": 0.0, "fault": "finish"})
-        # Both jobs of a worker that dies come back.
-        innocent = begin("innocent", tmp_path / "never")
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            workers.run({"name": "deadly", "fault": "kill"})
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            innocent.result()
 
 
-def test_the_next_try_goes_elsewhere_when_there_is_a_choice() -> None:
-    with pool(("cpu", "cpu")) as workers:
+def test_of_two_jobs_that_lose_their_worker_each_is_done_again_alone(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads, pool(depth=2) as workers:
+        innocent = begin(threads, workers, "innocent", tmp_path / "go")
+        tries = Tries()
+        deadly = threads.submit(workers.run, {"name": "deadly", "fault": "kill"}, tries=tries)
+        while workers.workers[0].starts < 2:
+            time.sleep(0.01)
+        (tmp_path / "go").touch()
+        assert innocent.result(60)["name"] == "innocent"
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            deadly.result(60)
+        assert tries.failed_on == {workers.workers[0]}
+
+
+@pytest.mark.parametrize("silence_s", [20.0, 1.5])
+def test_what_is_uploaded_is_finished_though_the_next_job_broke_the_device(
+    tmp_path: Path, silence_s: float
+) -> None:
+    heard: list[dict[str, Any]] = []
+    with ThreadPoolExecutor() as threads, pool(depth=2, silence_s=silence_s) as workers:
+        before = begin(threads, workers, "before", tmp_path / "go")
+        bad = {"name": "bad", "fault": "unusable", "once": str(tmp_path / "once")}
+        again = threads.submit(workers.run, bad, heard.append)
+        end = time.monotonic() + 60
+        while not any("illegal memory access" in message.get("text", "") for message in heard):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(2.0)  # the upload goes on though the process is not to be used any more
+        assert not before.done() and not again.done()
+        (tmp_path / "go").touch()
+        assert before.result(60)["name"] == "before"
+        assert again.result(60)[0]["pid"] != before.result()["pid"]
+        wait_until_gone(before.result()["pid"])
+        assert workers.workers[0].starts == 2
+    assert not any("exit code" in message.get("text", "") for message in heard)
+
+
+def test_the_next_try_waits_for_another_worker_while_one_is_usable() -> None:
+    with ThreadPoolExecutor() as threads, pool(("cpu", "cpu")) as workers:
         _, first = workers.run({"name": 1})
-        _, second = workers.run({"name": 2}, avoid=first)
+        _, second = workers.run({"name": 2}, tries=Tries({first}))
         assert second is not first
-        _, third = workers.run({"name": 3}, avoid=second)
-        assert third is not second
+        busy = threading.Event()
+        threads.submit(workers.run, {"name": 3, "seconds": 1.0}, lambda message: busy.set(), Tries({first}))
+        assert busy.wait(60)
+        assert workers.run({"name": 4}, tries=Tries({first}))[1] is second, "the first was free meanwhile"
+        assert workers.run({"name": 5}, tries=Tries({first, second}))[0]["name"] == 5
+    with pool() as workers:
+        _, only = workers.run({"name": 1})
+        assert workers.run({"name": 2}, tries=Tries({only}))[1] is only
+
+
+def test_a_job_that_is_to_be_alone_gets_its_worker_though_others_keep_coming(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads, pool(depth=2) as workers:
+        first = begin(threads, workers, "first", tmp_path / "go")
+        order: list[str] = []
+
+        def run(name: str, tries: Tries) -> None:
+            workers.run({"name": name}, tries=tries)
+            order.append(name)
+
+        alone = threads.submit(run, "alone", Tries(alone=True))
+        while not workers._waiting:
+            time.sleep(0.01)
+        later = threads.submit(run, "later", Tries())
+        time.sleep(0.5)
+        assert not later.done() and not alone.done(), "there is room for the later one"
+        (tmp_path / "go").touch()
+        alone.result(60)
+        later.result(60)
+        assert order == ["alone", "later"] and first.done()
 
 
 def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
@@ -228,7 +288,7 @@ def test_workers_can_be_started_ahead_of_their_jobs() -> None:
     with pool(("cpu", "cpu", "cpu")) as workers:
         workers.warm(2, heard.append)
         end = time.monotonic() + 20
-        while sum(worker.pid is not None and worker.failed_starts == 0 for worker in workers.workers) < 2:
+        while sum("is ready after" in message.get("text", "") for message in heard) < 2:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert workers.run({"name": "first"})[1].starts == 1
@@ -244,6 +304,20 @@ def test_workers_can_be_started_ahead_of_their_jobs() -> None:
         assert told.wait(60)
         with pytest.raises(UserError, match="this set-up is refused"):
             workers.run({"name": "first"})
+
+
+def test_a_start_that_is_cut_short_by_the_end_of_the_pool_is_nothing_to_tell() -> None:
+    heard: list[dict[str, Any]] = []
+    with pool(("cpu", "cpu"), start_s=3600.0) as workers:
+        before = set(threading.enumerate())
+        workers.warm(2, heard.append)
+        starting = set(threading.enumerate()) - before
+        while any(worker.pid is None for worker in workers.workers):
+            time.sleep(0.01)
+        time.sleep(0.5)
+    for thread in starting:
+        thread.join(10)
+    assert not [message for message in heard if "did not start" in message.get("text", "")]
 
 
 def test_closing_the_pool_ends_busy_workers_at_once_and_frees_who_waits() -> None:
