@@ -41,12 +41,13 @@ def fused_attention_calls(step: Callable[[], Any]) -> tuple[int, int]:
     return len(names) - backward, backward
 
 
-def require_fused_attention(forward: int, backward: int, layers: int) -> None:
-    """Raise UserError unless every layer's attention was fused, forward and backward."""
-    if forward < layers or backward < layers:
+def require_fused_attention(forward: int, backward: int, layers: int, rows: int = 1) -> None:
+    """Raise UserError unless every layer's attention was fused in each row, forward and backward."""
+    if min(forward, backward) < layers * rows:
         raise UserError(
-            f"fused attention ran in {forward} forward and {backward} backward kernels of {layers} layers: "
-            "the step is on a slow path. Set training.compile to true, and check the log for graph breaks"
+            f"fused attention ran in {forward} forward and {backward} backward kernels of {layers} layers "
+            f"in {rows} rows: the step is on a slow path. Set training.compile to true, and check the log "
+            "for graph breaks"
         )
 
 
@@ -79,8 +80,8 @@ class FastPath:
         return median(self._recent)
 
     def observe(self, step_ms: float, gap_ms: float = 0.0) -> None:
-        """Take the time of one finished step, and of the gap before it. The first ones compile and do not
-        count.
+        """Take the time of one finished step, and of waiting before and in it. The first ones compile and do
+        not count.
         """
         if self._unwarmed:
             self._unwarmed -= 1
@@ -112,6 +113,6 @@ class FastPath:
             )
         if (wait_ms := mean(self._waits)) > self.step_ms * WAIT_BAND:
             wrong["data_wait"] = (
-                f"the device waits {wait_ms:.1f} ms for data between two steps of {self.step_ms:.1f} ms"
+                f"the device waits {wait_ms:.1f} ms a step for data, beside {self.step_ms:.1f} ms of work"
             )
         return wrong

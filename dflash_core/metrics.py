@@ -123,12 +123,15 @@ def _ratio(top: float, bottom: float) -> float:
     return top / bottom if bottom else float("nan")
 
 
-def row_flops(config: DrafterConfig, context_tokens: int, queries: int) -> float:
+def row_flops(
+    config: DrafterConfig, context_tokens: int, queries: int, scored_slots: float | None = None
+) -> float:
     """Floating point operations of the products of one row, forward and backward (attention scores not
     counted).
 
     6 x body parameters x queries + 6 x (fc and the layers' key/value parameters) x context tokens + 4 x head
-    x queries (the head is frozen: forward and input gradient alone).
+    x scored slots (the head is frozen: forward and input gradient alone; other slots never go through it).
+    None: as if all were scored.
     """
     width, layers = config.hidden_size, config.num_layers
     kv = 2 * width * config.num_kv_heads * config.head_dim
@@ -136,4 +139,6 @@ def row_flops(config: DrafterConfig, context_tokens: int, queries: int) -> float
         kv + 2 * width * config.num_heads * config.head_dim + 3 * width * config.intermediate_size
     )
     context = len(config.tap_layer_ids) * width * width + layers * kv
-    return 6.0 * body * queries + 6.0 * context * context_tokens + 4.0 * config.vocab_size * width * queries
+    head = config.vocab_size * width
+    scored_slots = queries if scored_slots is None else scored_slots
+    return 6.0 * body * queries + 6.0 * context * context_tokens + 4.0 * head * scored_slots

@@ -131,8 +131,8 @@ class ExtractConfig(Config):
     """Bytes of bf16 states (before encoding) of a row group at most, the unit of reading and shuffling."""
     parity_samples: Annotated[int, Field(ge=1)] = 4
     """Samples on which each worker compares captured states with a plain forward before it writes."""
-    shards_per_child: Annotated[int, Field(ge=0)] = 0
-    """Split a plan larger than this into child flow runs of this many shards; 0: never."""
+    shards_per_child: Annotated[int, Field(ge=0)] = 300
+    """Split an extraction of more shards than this into child flow runs of this many each; 0: never."""
     workers: WorkersConfig = WorkersConfig()
     """Where the work is done. Not part of the data set's identity."""
     cache: CompileCacheConfig | None = CompileCacheConfig()
@@ -255,6 +255,8 @@ class TrainConfig(Config):
     """Ranks where no GPU is used."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Ranks that say nothing for this long are ended; more than compilation takes."""
+    stop_timeout_s: Annotated[int, Field(ge=1)] = 600
+    """How long ranks that are told to stop may take to end their step and write the last checkpoint."""
     cache: CompileCacheConfig | None = CompileCacheConfig()
     """Where the compile cache is kept; None: no such artifact is used."""
     reader: ReaderConfig = ReaderConfig()

@@ -21,11 +21,8 @@ class TrainMeter:
     """Collects step reports between two readings of the metrics."""
 
     def __init__(self, drafter: DrafterConfig, training: TrainingConfig, world: World) -> None:
-        queries = training.anchors_per_row * drafter.block_size
-        rows = training.rows_per_step
-        self._rows_per_rank = -(-rows // world.size)
-        self._draft_tokens = rows * queries
-        self._row_flops = row_flops(drafter, training.row_tokens, queries)
+        self._drafter, self._training = drafter, training
+        self._ranks = world.size
         self._reports: list[StepReport] = []
         self._cuda = world.device.type == "cuda"
 
@@ -43,12 +40,12 @@ class TrainMeter:
             step_ms = median(report.step_ms for report in reports)
             gap_ms = sum(report.gap_ms for report in reports) / len(reports)
             whole_s = (step_ms + gap_ms) / 1000
-            tflops = self._row_flops * self._rows_per_rank / whole_s / 1e12
+            tflops = self._step_flops(summary.scored_slots / steps) / self._ranks / whole_s / 1e12
             values |= {
                 "step_ms": step_ms,
                 "data_wait_ms": gap_ms,
                 "context_tokens_per_s": summary.context_tokens / steps / whole_s,
-                "draft_tokens_per_s": self._draft_tokens / whole_s,
+                "draft_tokens_per_s": summary.blocks * self._drafter.block_size / steps / whole_s,
                 "tflops_per_device": tflops,
             }
             if (peak := self._peak()) is not None:
@@ -57,6 +54,14 @@ class TrainMeter:
             values["memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             values["memory_reserved_gib"] = torch.cuda.memory_reserved() / 2**30
         return values
+
+    def _step_flops(self, scored_slots: float) -> float:
+        """Of a step's rows on all ranks: those of padding, which a rank without a row computes, are no
+        work.
+        """
+        rows, training = self._training.rows_per_step, self._training
+        queries = training.anchors_per_row * self._drafter.block_size
+        return rows * row_flops(self._drafter, training.row_tokens, queries, scored_slots / rows)
 
     def _peak(self) -> float | None:
         if not self._cuda:

@@ -30,7 +30,6 @@ from dflash_core.loss import slot_weights
 from dflash_core.records import TargetSpec
 from dflash_core.target_identity import other_form_hint, target_spec
 from dflash_core.target_weights import find_embedding_and_head
-from dflash_core.training import TrainingConfig
 from flows.acceptance_report import check_gates, without_nan
 from flows.config import TrainConfig, dump_config
 from flows.devices import hold_devices
@@ -51,8 +50,6 @@ from storage.objects import ObjectNotFound, Store, StoreError, open_store
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_S = 120
-"""How long ranks that are told to stop may take for their last checkpoint."""
 METRICS_KEPT_EVERY = 10
 """Checkpoints between two uploads of the metrics, which are sent whole: 136 MB after a week."""
 ROWS_REMEMBERED = 1000
@@ -82,15 +79,16 @@ def open_training_data(config: TrainConfig) -> tuple[Dataset, DrafterConfig]:
         )
     drafter = config.drafter.for_target(spec.target, spec.capture)
     check_drafter(drafter, spec.target)
-    _check_training(config.training, dataset, drafter)
+    _check_training(config, dataset, drafter)
     return dataset, drafter
 
 
-def _check_training(training: TrainingConfig, dataset: Dataset, drafter: DrafterConfig) -> None:
+def _check_training(config: TrainConfig, dataset: Dataset, drafter: DrafterConfig) -> None:
     """Raise here what every rank would raise after its start."""
+    training = config.training
     TrainingData(dataset, drafter, training, World(rank=0, size=1, device=torch.device("cpu")))
     slot_weights(training.loss, drafter.block_size)
-    if training.init_from is not None:
+    if training.init_from is not None and begun_at(config) is None:
         check_shape(Path(training.init_from), drafter)
 
 
@@ -181,7 +179,7 @@ def train(
                 gpus=gpus,
                 environment=session.environment if session is not None else None,
                 silence_timeout_s=config.silence_timeout_s,
-                shutdown_s=CHECKPOINT_S,
+                shutdown_s=config.stop_timeout_s,
                 on_message=follow,
             )
         finally:

@@ -78,22 +78,23 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
     training = job.config.training
     torch.manual_seed(training.seed)
     stop = StopRequest()
-    tensors = load_weights(job, world)
-    watch.mark("weights")
     dataset = open_dataset(job.dataset, connection=job.config.connection)
     dataset.manifest()
-    data = TrainingData(dataset, job.drafter, training, world, job.config.reader)
-    watch.mark("data set")
-    if training.compiles_on(world.device.type):
-        watch.start()
-        watch.mark("waiting for the compiler's modules")
-    trainer = make_trainer(*tensors, training, total_steps=data.total_steps(), world=world)
     checkpoints = Checkpoints(
         open_store(job.config.output, job.config.connection),
         identity_of(job, dataset),
         keep=training.keep_checkpoints,
     )
-    place = resume(trainer, checkpoints, data)
+    tensors = load_weights(job, world, begun=has_begun(checkpoints, world))
+    watch.mark("weights")
+    data = TrainingData(dataset, job.drafter, training, world, job.config.reader)
+    warn_of_idle_parts(data)
+    watch.mark("data set")
+    if training.compiles_on(world.device.type):
+        watch.start()
+        watch.mark("waiting for the compiler's modules")
+    trainer = make_trainer(*tensors, training, total_steps=data.total_steps(), world=world)
+    place = resume(trainer, checkpoints)
     watch.mark("trainer and checkpoint")
     settings = job.model_dump(mode="json")
     with TrainLog(folder, first=world.is_first, settings=settings, start_step=trainer.optimizer_step) as out:
@@ -109,9 +110,10 @@ def train(job: TrainJob, folder: Path, world: World, watch: Watch) -> None:
         loop = TrainLoop(job, data, trainer, checkpoints, out, watch, stop)
         with checkpoints:
             finished = loop.run(place)
+        step = trainer.optimizer_step  # exporting may go back to a better one
         if finished and world.is_first:
             export(job, dataset, trainer, checkpoints, out)
-        out.event("finished", optimizer_step=trainer.optimizer_step, stopped=not finished)
+        out.event("finished", optimizer_step=step, stopped=not finished)
 
 
 class TrainLoop:
@@ -177,18 +179,18 @@ class TrainLoop:
         """
         trainer, count = self._trainer, self._data.rows_per_rank
         first = next(rows)
-        rows = itertools.chain([first], rows)
         self._clock.begin()
+        rows = itertools.chain([first], self._clock.rows(rows))
         on_gpu = self._world.device.type == "cuda"  # where attention can be fused at all
         if self._compiled and on_gpu and local_step == WARM_STEPS - 1:
             calls = fused_attention_calls(lambda: trainer.step(rows, count))
-            require_fused_attention(*calls, layers=trainer.drafter.config.num_layers)
+            require_fused_attention(*calls, layers=trainer.drafter.config.num_layers, rows=count)
         else:
             trainer.step(rows, count)
-        report = self._clock.end(trainer.optimizer_step - 1, trainer.halted_at, self._stop.asked)
+        reports = self._clock.end(trainer.optimizer_step - 1, trainer.halted_at, self._stop.asked)
         if self._compiled and local_step == 0:
             self._seal_graphs(first)
-        if report is not None:
+        for report in reports:
             self._take(report)
         self._look_at_path()
 
@@ -208,7 +210,7 @@ class TrainLoop:
         step, config = self._trainer.optimizer_step, self._config
         last = step == self._total
         if last or step % config.log_every == 0:
-            self._read_metrics(place)
+            self._read_metrics()
         validate = (last or step % config.validate_every == 0) and len(self._data.validation_samples) > 0
         if last or validate or step % config.checkpoint_every == 0:
             self._save(place)
@@ -218,7 +220,7 @@ class TrainLoop:
     def _stop_here(self, place: StepPlace) -> None:
         """Lose nothing of what the steps so far have to say and have learnt."""
         if self._read_at < self._trainer.optimizer_step:
-            self._read_metrics(place)
+            self._read_metrics()
         if self._saved_at < self._trainer.optimizer_step:
             self._save(place)
 
@@ -253,10 +255,13 @@ class TrainLoop:
             if self._world.is_first:
                 step_ms = self._fast_path.step_ms
                 log.info(
-                    "on the fast path at step %d: %.1f ms a step, no recompile%s",
+                    "on the fast path at step %d: %.1f ms a step, no recompile%s%s",
                     step,
                     step_ms,
                     ", attention fused in every layer" if self._world.device.type == "cuda" else "",
+                    ""
+                    if self._config.expected_step_ms
+                    else "; no benchmark of these shapes is known (training.expected_step_ms)",
                 )
                 self._out.event("fast_path", step=step, step_ms=step_ms)
 
@@ -282,7 +287,7 @@ class TrainLoop:
         for report in self._clock.drain():
             self._take(report)
 
-    def _read_metrics(self, place: StepPlace) -> None:
+    def _read_metrics(self) -> None:
         self._settle()  # what is not finite is told with its place, by the report of its step
         summary, norm = self._trainer.summary()
         values = self._meter.values(summary, self._trainer.optimizer_step - self._read_at)
@@ -290,11 +295,12 @@ class TrainLoop:
         if self._compiled:
             values |= _sign_values(self._signs_anywhere())
             self._signs.clear()
+        step = self._trainer.optimizer_step
         values |= {
             "total_steps": self._total,
-            "epoch": place.epoch,
+            "epoch": self._places[step - 1].epoch,
             "gradient_norm": norm,
-            "learning_rate": self._trainer.learning_rate,
+            "learning_rate": self._trainer.optimizer.rate(step - 1),
         }
         self._out.metrics(self._trainer.optimizer_step, values)
         self._clock.forget()
@@ -335,10 +341,12 @@ class TrainLoop:
     def _save(self, place: StepPlace) -> None:
         """Write a checkpoint in the background, unless the run has met a number that is not finite."""
         self._settle()
-        self._clock.forget()
         self._saved_at = step = self._trainer.optimizer_step
-        if not self._world.is_first:
-            return
+        if self._world.is_first:
+            self._write_checkpoint(step, place)
+        self._clock.forget()
+
+    def _write_checkpoint(self, step: int, place: StepPlace) -> None:
         self._mark_best()
         position = Position(optimizer_step=step, epoch=place.epoch, step_in_epoch=place.step_in_epoch)
         tensors = self._trainer.state() | {"rng/cpu": torch.get_rng_state()}
@@ -367,14 +375,16 @@ class StopRequest:
         self.asked = True
 
 
-def load_weights(job: TrainJob, world: World) -> tuple[Drafter, torch.Tensor, torch.Tensor]:
+def load_weights(
+    job: TrainJob, world: World, *, begun: bool = False
+) -> tuple[Drafter, torch.Tensor, torch.Tensor]:
     """Make the drafter (random, or from an exported one) and borrow the target's embedding and head, all on
-    this rank's device.
+    this rank's device. A run that has `begun` continues from its checkpoint and needs no other drafter.
 
     Raises UserError when the drafter to start from has another shape.
     """
     training = job.config.training
-    if training.init_from is not None:
+    if training.init_from is not None and not begun:
         check_shape(Path(training.init_from), job.drafter)
         drafter = load_exported(Path(training.init_from), dtype=torch.float32)
         drafter.compute_dtype = training.dtype
@@ -402,7 +412,32 @@ def identity_of(job: TrainJob, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def resume(trainer: Trainer, checkpoints: Checkpoints, data: TrainingData) -> StepPlace:
+def warn_of_idle_parts(data: TrainingData) -> None:
+    """Say what of the run has nothing to do."""
+    training, world = data.training, data.world
+    if not world.is_first:
+        return
+    if idle := -training.rows_per_step % world.size:
+        log.warning(
+            "training.rows_per_step is %d, and %d ranks take %d rows each: %d of these are padding in every "
+            "step; make it a multiple of the ranks",
+            *(training.rows_per_step, world.size, data.rows_per_rank, idle),
+        )
+    if training.validation_fraction > 0 and not len(data.validation_samples):
+        log.warning(
+            "training.validation_fraction is %g, but none of the samples was kept out: nothing is validated, "
+            "and the last weights are exported",
+            training.validation_fraction,
+        )
+
+
+def has_begun(checkpoints: Checkpoints, world: World) -> bool:
+    """Whether there is a checkpoint to continue from; every rank must call it."""
+    found = world.from_first(lambda: (checkpoints.steps(), {}))
+    return found is not None and bool(found[0])
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints) -> StepPlace:
     """Continue from the latest checkpoint, if there is one; returns where the next step lies.
 
     The first rank reads it and hands it to the others: a store is asked for it once, however many there are.

@@ -29,8 +29,9 @@ PREFECT_FILE = Path(__file__).parent.parent / "prefect.yaml"
 SERVER_START_S = 600.0
 """The first start creates the database."""
 STOP_S = 30.0
-LAST_CHECKPOINT_S = 125.0
-"""How long the processes of a run may go on after it: as long as `flows.train_steps` gives its ranks."""
+LAST_CHECKPOINT_S = 605.0
+"""How long the processes of a run may go on after it: as long as a training gives its ranks by default
+(`stop_timeout_s`)."""
 HEARTBEAT_S = 30
 """How often a flow run says that it lives."""
 SILENCE_S = 400

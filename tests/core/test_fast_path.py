@@ -71,7 +71,7 @@ def test_a_run_starved_of_data_is_named_within_ten() -> None:
         starved += 1
     assert starved + 2 <= 10
     fed(path, [840.0] * WINDOW, gap_ms=100.0)
-    assert path.check() == {"data_wait": "the device waits 100.0 ms for data between two steps of 840.0 ms"}
+    assert path.check() == {"data_wait": "the device waits 100.0 ms a step for data, beside 840.0 ms of work"}
     assert fed(path, [840.0] * WINDOW, gap_ms=25.0).check() == {}
     assert fed(path, [840.0] * WINDOW, gap_ms=25.5).check().keys() == {"data_wait"}
 
@@ -86,3 +86,6 @@ def test_unfused_attention_stops_the_run() -> None:
     for calls in ((4, 10), (5, 4), (0, 0)):
         with pytest.raises(UserError, match="slow path"):
             require_fused_attention(*calls, layers=5)
+    require_fused_attention(40, 40, layers=5, rows=8)
+    with pytest.raises(UserError, match="5 layers in 8 rows"):
+        require_fused_attention(8, 8, layers=5, rows=8)

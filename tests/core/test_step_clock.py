@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from dflash_core import step_clock
 from dflash_core.distributed import World
 from dflash_core.step_clock import StepClock, StepReport
 from tests.core.training_rows import ALONE, CPU
@@ -17,7 +19,7 @@ FINE = torch.tensor(-1)
 
 def take(
     clock: StepClock, step: int, *, wait_s: float = 0.0, work_s: float = 0.0, stop: bool = False
-) -> StepReport | None:
+) -> list[StepReport]:
     time.sleep(wait_s)
     clock.begin()
     time.sleep(work_s)
@@ -27,8 +29,7 @@ def take(
 def test_a_step_is_told_of_two_steps_later_and_drain_tells_the_rest() -> None:
     clock = StepClock(ALONE)
     told = [take(clock, step) for step in range(5)]
-    assert told[:2] == [None, None]
-    assert [report.optimizer_step for report in told[2:] if report is not None] == [0, 1, 2]
+    assert [[report.optimizer_step for report in reports] for reports in told] == [[], [], [0], [1], [2]]
     assert [report.optimizer_step for report in clock.drain()] == [3, 4]
     assert clock.drain() == []
 
@@ -46,15 +47,39 @@ def test_gaps_are_the_waiting_and_not_the_work() -> None:
     assert sum(report.step_ms + report.gap_ms for report in reports) <= whole_ms - 100.0
 
 
-def test_what_is_forgotten_is_no_gap() -> None:
+def test_what_is_forgotten_is_no_gap_but_waiting_after_it_is() -> None:
     clock = StepClock(ALONE)
     take(clock, 0)
     clock.drain()
+    time.sleep(0.2)
     clock.forget()
     take(clock, 1, wait_s=0.05)
-    take(clock, 2, wait_s=0.02)
-    after, later = clock.drain()
-    assert after.gap_ms == 0.0 and later.gap_ms >= 20.0
+    (after,) = clock.drain()
+    assert 50.0 <= after.gap_ms < 200.0
+
+
+def test_waiting_for_a_row_within_a_step_is_no_work() -> None:
+    clock = StepClock(ALONE)
+
+    def late() -> Iterator[int]:
+        for row in range(3):
+            time.sleep(0.05)
+            yield row
+
+    began = time.perf_counter()
+    rows = late()
+    first = next(rows)
+    clock.begin()
+    taken = [first]
+    for row in clock.rows(rows):
+        time.sleep(0.02)
+        taken.append(row)
+    clock.end(0, FINE, stop=False)
+    whole_ms = 1000 * (time.perf_counter() - began)
+    (report,) = clock.drain()
+    assert taken == [0, 1, 2]
+    assert report.gap_ms >= 100.0 and report.step_ms >= 40.0
+    assert report.step_ms + report.gap_ms <= whole_ms - 50.0, "the first row came before the step"
 
 
 def test_a_step_that_was_not_finite_is_named_by_all_later_ones() -> None:
@@ -62,8 +87,8 @@ def test_a_step_that_was_not_finite_is_named_by_all_later_ones() -> None:
     halted = []
     for step, at in enumerate((-1, 1, 1)):
         clock.begin()
-        report = clock.end(step, torch.tensor(at), stop=False)
-        assert report is not None and not report.stop
+        (report,) = clock.end(step, torch.tensor(at), stop=False)
+        assert not report.stop
         halted.append(report.halted_at)
     assert halted == [-1, 1, 1]
 
@@ -74,7 +99,7 @@ def _rank(rank: int, size: int, port: int, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     clock = StepClock(World(rank=rank, size=size, device=CPU))
     reports = [take(clock, step, stop=rank == 1 and step >= 1) for step in range(4)]
-    told = [report for report in reports if report is not None] + clock.drain()
+    told = [report for told in reports for report in told] + clock.drain()
     results.put([(report.optimizer_step, report.stop) for report in told])
     dist.barrier()
     dist.destroy_process_group()
@@ -87,8 +112,33 @@ def test_ranks_learn_of_a_request_to_stop_at_the_same_step() -> None:
 
 def test_alone_a_request_to_stop_comes_back() -> None:
     clock = StepClock(ALONE, ahead=1)
-    assert take(clock, 0, stop=True) is None
-    report = take(clock, 1)
-    assert report is not None and report.stop
+    assert take(clock, 0, stop=True) == []
+    (report,) = take(clock, 1)
+    assert report.stop
     (last,) = clock.drain()
     assert not last.stop
+
+
+def _unequal_rank(rank: int, size: int, port: int, results: Any) -> None:
+    """The last rank's steps take long; all are asked to look at the same ones at once."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    step_clock.LONG_STEP_MS = 60.0
+    clock = StepClock(World(rank=rank, size=size, device=CPU))
+    told = []
+    for step in range(13):
+        slow = step == 0 or (rank == 1 and step < 8)
+        reports = take(clock, step, work_s=0.1 if slow else 0.0, stop=rank == 1 and step == 7)
+        told.append([(report.optimizer_step, report.stop) for report in reports])
+    results.put(told)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_where_steps_take_long_on_any_rank_all_learn_of_a_stop_at_once() -> None:
+    first, second = results_of_ranks(_unequal_rank, 2)
+    assert first == second
+    assert first[:4] == [[], [], [(0, False)], [(1, False)]], "the first step may compile and says nothing"
+    assert first[7] == [(7, True)], "the request of this very step"
+    assert first[-1] == [(10, False)], "two steps ahead again"

@@ -1,10 +1,9 @@
-"""A training rank whose data come late: `-m tests.flows.starved_rank SECONDS RUN`, so long for each step."""
+"""A training rank whose data come late: `-m tests.flows.starved_rank SECONDS RUN`, so long for each row."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,15 +15,14 @@ from tests.core.aot_eager import aot_eager
 
 
 def main() -> None:
-    seconds, steps = float(sys.argv.pop(1)), TrainingData.steps
+    seconds, prepare = float(sys.argv.pop(1)), TrainingData.prepare
 
-    def late(*arguments: Any) -> Iterator[Any]:
-        for step in steps(*arguments):
-            time.sleep(seconds)
-            yield step
+    def late(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return prepare(*arguments)
 
     torch.compile = aot_eager  # type: ignore[assignment]
-    TrainingData.steps = late  # type: ignore[assignment, method-assign]
+    TrainingData.prepare = late  # type: ignore[method-assign]
     train_worker.main()
 
 

@@ -26,7 +26,7 @@ from flows.config import TrainConfig
 from flows.launch import Message
 from flows.ranks import run_ranks
 from flows.train_data import StepPlace, TrainingData
-from flows.train_worker import TrainJob, identity_of, load_weights, train
+from flows.train_worker import TrainJob, identity_of, load_weights, train, warn_of_idle_parts
 from storage.checkpoints import Checkpoints
 from storage.dataset import Dataset, open_dataset
 from storage.objects import open_store
@@ -367,6 +367,30 @@ def test_a_run_may_start_from_an_exported_drafter(
     other = job.model_copy(update={"drafter": job.drafter.model_copy(update={"intermediate_size": 32})})
     with pytest.raises(UserError, match="intermediate_size: 48 there, 32 here"):
         load_weights(other, ALONE)
+
+
+def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(
+    whole: TrainJob, dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    started_from = tmp_path / "gone"
+    shutil.copytree(whole.export, started_from)
+    job = make_job(dataset, target, tmp_path / "run", init_from=str(started_from))
+    stopped_when(job, tmp_path, ranks=1, kind="started")
+    shutil.rmtree(started_from)
+    run_here(job)
+    assert [row["step"] for row in metrics(job) if "loss" in row] == list(range(1, 13))
+
+
+def test_what_has_nothing_to_do_is_named(
+    dataset: Dataset, target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(dataset, target, tmp_path, rows_per_step=3, validation_fraction=1e-9)
+    for ranks, expected in ((1, []), (2, ["2 ranks take 2 rows each: 1 of these are padding"])):
+        caplog.clear()
+        world = World(rank=0, size=ranks, device=torch.device("cpu"))
+        warn_of_idle_parts(TrainingData(dataset, job.drafter, job.config.training, world))
+        assert len(caplog.messages) == 1 + len(expected)
+        assert all(words in caplog.text for words in [*expected, "nothing is validated"])
 
 
 def test_uncompiled_training_is_refused_on_a_gpu() -> None:
