@@ -24,8 +24,8 @@ class Rates(Config):
 
     peak_tflops: float = 989.0
     """Dense bf16 products a GPU could do (data sheet)."""
-    capture_share: float = 0.53
-    """Share that extraction reaches: 11,108 tokens/s, shards written, for Qwen3.6-27B up to layer 61
+    capture_share: float = 0.58
+    """Share that extraction reaches: 12,082 tokens/s, shards written, for Qwen3.6-27B up to layer 61
     (23.6e9 weights)."""
     training_share: float = 0.62
     """Share that a training step reaches: 0.65 at width 5120 (822 ms for a row of 49152 tokens and 1008

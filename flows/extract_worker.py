@@ -66,8 +66,10 @@ class ShardCapturer:
         self.target: Target = load_target(
             config, own_device(), lambda: channel.say("progress", what="target")
         )
-        self.token_budget = config.batch_tokens
-        """Tokens of a batch; halved for good where memory runs out."""
+        self.token_budget = self.shard_budget = config.batch_tokens
+        """Tokens of a batch, halved where memory runs out; and with how many each shard begins."""
+        self.ran_out = False
+        """Whether memory ran out in the shard before."""
         for sentence in self.target.report:
             log.warning("%s", sentence)
         self.codec = parse_codec(self.dataset.spec.codec)
@@ -132,6 +134,7 @@ class ShardCapturer:
         """
         began = time.monotonic()
         what = f"shard {shard}"
+        self.token_budget = self.shard_budget
         with self.channel.waiting(what):
             samples = self.dataset.samples(shard)
         try:
@@ -139,6 +142,7 @@ class ShardCapturer:
         except ShardAlreadyCommitted:
             return partial(self._found, shard)
         seconds, budget = time.monotonic() - began, self.token_budget
+        self._remember_budget(what)
         self._tell_compiled()
 
         def finish() -> Result:
@@ -152,6 +156,16 @@ class ShardCapturer:
             return {**self._result(record, seconds, found=False), "token_budget": budget}
 
         return finish
+
+    def _remember_budget(self, what: str) -> None:
+        """The next shard begins with all tokens again, unless memory has run out in two shards one after the
+        other.
+        """
+        ran_out = self.token_budget < self.shard_budget
+        if ran_out and self.ran_out:
+            log.warning("%s: out of memory again; all shards begin with %d tokens", what, self.token_budget)
+            self.shard_budget = self.token_budget
+        self.ran_out = ran_out
 
     def _tell_compiled(self) -> None:
         """Report after the first shard, and after each other that has met something not compiled before."""
@@ -215,7 +229,7 @@ class ShardCapturer:
 
     def _lower_budget(self, fewer: int, what: str) -> None:
         log.warning(
-            "%s: out of memory with %d tokens a batch; this worker goes on with %d",
+            "%s: out of memory with %d tokens a batch; it goes on with %d",
             *(what, self.token_budget, fewer),
         )
         self.token_budget = fewer

@@ -112,7 +112,7 @@ def capturer_of(config: ExtractConfig) -> tuple[ShardCapturer, Dataset]:
     return ShardCapturer(Ear(), setup), dataset  # type: ignore[arg-type]
 
 
-def test_out_of_memory_halves_the_batches_of_a_worker(extract_config: MakeConfig) -> None:
+def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig) -> None:
     capturer, dataset = capturer_of(extract_config(codec="lossless"))
     enough = capturer._capture_shard(0, replace=False)()
     real, sizes = Target.capture, []
@@ -127,15 +127,16 @@ def test_out_of_memory_halves_the_batches_of_a_worker(extract_config: MakeConfig
     little = capturer._capture_shard(0, replace=True)()
     assert max(sizes) > 300 and little["token_budget"] <= 300 < enough["token_budget"]
     assert little["tokens"] == enough["tokens"] and little["samples"] == enough["samples"]
-    sizes.clear()
-    capturer._capture_shard(1, replace=False)()
-    assert max(sizes) <= 300, "the next shard begins with what there was room for"
+    for shard, tries_all in ((1, True), (2, False)):
+        sizes.clear()
+        capturer._capture_shard(shard, replace=False)()
+        assert (max(sizes) > 300) == tries_all, "once is luck; what fails twice is remembered"
     capturer.target.capture = (  # type: ignore[method-assign]
         lambda batch: small_device(capturer.target, batch * 9)
     )
     with pytest.raises(UserError, match="out of memory on one sample"):
         capturer._capture_shard(0, replace=True)()
-    assert dataset.missing() == list(range(2, len(dataset.plan.shards)))
+    assert dataset.missing() == list(range(3, len(dataset.plan.shards)))
 
 
 @pytest.mark.parametrize("what", ["scales", "shard"])
@@ -146,11 +147,11 @@ def test_no_room_to_encode_halves_them_too(
     place = (Calibration if what == "scales" else ShardWriter), "add"
     real, added = getattr(*place), Counter[int]()
 
-    def small_device(self: Any, captured: Any) -> None:
-        added[capturer.token_budget] += 1
-        if capturer.token_budget > 300 and added[capturer.token_budget] == 3:
+    def small_device(self: Any, *captured: Any) -> None:
+        added[capturer.token_budget] += len(captured)
+        if capturer.token_budget > 300 and added[capturer.token_budget] >= 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        real(self, captured)
+        real(self, *captured)
 
     monkeypatch.setattr(*place, small_device)
     result = capturer.run({"task": what, "shard": 0, "replace": False})
@@ -160,9 +161,9 @@ def test_no_room_to_encode_halves_them_too(
         assert dataset.committed(0)
     else:
         assert dataset.scales() is not None
-    assert added[512] == 3 and added[256] >= len(dataset.samples(0))
+    assert added[512] >= 3 and added[256] >= len(dataset.samples(0))
 
-    def no_device(self: Any, captured: Any) -> None:
+    def no_device(self: Any, *captured: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ShardWriter, "add", no_device)
@@ -435,6 +436,79 @@ def test_a_large_plan_is_split_into_child_runs_that_share_their_workers(
         names = {run.name for run in client.read_flow_runs()}
     assert {"shards-00000-00002", f"shards-{planned - planned % 3:05d}-{planned - 1:05d}"} <= names
     assert len(set(re.findall(r"process (\d+) is ready", caplog.text))) == 1, caplog.text
+
+
+@pytest.mark.usefixtures("prefect")
+def test_one_bad_shard_condemns_no_other_of_its_child_run(extract_config: MakeConfig) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter
+
+    from flows.extract import extract_hidden_states
+
+    workers = {"slots": ["cpu"], "attempts": 1}
+    config = extract_config(shards_per_child=3, shard_tokens=300, codec="lossless", workers=workers)
+    dataset = plan_dataset(config)
+    planned = len(dataset.plan.shards)
+    assert planned > 5
+    spoil(dataset, 1)
+    spoil(dataset, 4)
+    state = extract_hidden_states(config, only=list(range(planned)), return_state=True)
+    assert state.is_failed() and "2 shards failed: 1, 4;" in (state.message or "")
+    assert dataset.missing() == [1, 4]
+    assert "--only 1,4\n" in errors_logged(state)[-1]
+    this = ArtifactFilter.model_validate({"flow_run_id": {"any_": [state.state_details.flow_run_id]}})
+    with get_client(sync_client=True) as client:
+        shown = {a.key: str(a.data) for a in client.read_artifacts(artifact_filter=this)}
+    for shard in (1, 4):
+        assert re.search(rf"\n\| {shard} \| .*samples/{shard:05d}\.parquet", shown["failed-shards"]), shown
+    counts = [(row["state"], row["done"], row["failed"]) for row in json.loads(shown["child-runs"])]
+    assert counts[:2] == [("Failed", 2, 1)] * 2 and sum(done for _, done, _ in counts) == planned - 2
+
+
+@pytest.mark.usefixtures("prefect")
+def test_children_without_a_place_are_told_of_and_end_with_their_parent(
+    extract_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+
+    from flows import extract_children
+    from flows.extract_shards import extract_shards
+
+    monkeypatch.setattr(extract_children, "STARVED_AFTER_S", 1.0)
+    monkeypatch.setattr(extract_children, "LOOK_EVERY_S", 0.2)
+    config = extract_config()
+    children = [extract_children.Child([0, 1]), extract_children.Child([2])]
+
+    def parameters(child: extract_children.Child) -> dict[str, Any]:
+        values = {"dataset": "nowhere", "shards": child.shards, "redo": False}
+        return {"config": config.model_dump(mode="json"), **values}
+
+    @flow
+    def parent() -> None:
+        with extract_children.ShownChildren(children) as table:
+            extract_children._run_on_the_pool(children, parameters, table)
+
+    class Interrupt(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "wait for a free place" in record.getMessage():
+                told.append(record.getMessage())
+                raise KeyboardInterrupt
+
+    told: list[str] = []
+    interrupt = Interrupt()
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(extract_shards), "extract-shards")
+        logging.getLogger("prefect.flow_runs").addHandler(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                parent()
+        finally:
+            logging.getLogger("prefect.flow_runs").removeHandler(interrupt)
+            states = {run: client.read_flow_run(run).state for run in [c.run for c in children] if run}
+            client.delete_deployment(deployment)
+    assert told[0].startswith("2 child runs wait for a free place, none is at work: ")
+    assert [state.name for state in states.values() if state] == ["Cancelled"] * 2
 
 
 def cli_app() -> Any:

@@ -152,7 +152,7 @@ def test_samples_of_one_call_are_written_as_one_by_one(
         captured = [capture(sample, dataset) for sample in dataset.samples(shard)]
         with ShardWriter(dataset, shard) as writer:
             writer.add()
-            with pytest.raises(UserError, match="next|whole already"):
+            with pytest.raises(UserError, match=r"next|whole already"):
                 writer.add(captured[0], captured[0], *captured[1:])
             writer.add(*captured[:1])
             writer.add(*captured[1:])
