@@ -257,7 +257,7 @@ def _warnings(model: Any) -> list[str]:
     if hybrid and importlib.util.find_spec("fla") is None:
         return [
             "This target has linear-attention layers and flash-linear-attention is not installed: "
-            "transformers' reference implementation is used, with which chats take ten times as long on a GPU. "
+            "transformers' reference implementation is used, which takes ten times as long on a GPU. "
             "Install it with: pip install -e '.[gpu]'"
         ]
     return []

@@ -61,7 +61,13 @@ class ShardCapturer:
         connection = StoreConfig.model_validate(setup.get("connection", {}))
         self.dataset: Dataset = open_dataset(setup["dataset"], connection=connection)
         config = TargetConfig.model_validate(setup["target"])
-        if "," in os.environ.get("CUDA_VISIBLE_DEVICES", "") and config.device_map is None:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if "," in gpus and config.device_map is None:
+            if config.batching == "packed":
+                raise UserError(
+                    f"a slot of several GPUs ({gpus}) spreads the target over them, and target.batching "
+                    '"packed" runs on one; name one GPU a slot in workers.slots, or leave batching out'
+                )
             config = config.model_copy(update={"device_map": "auto"})
         self.target: Target = load_target(
             config, own_device(), lambda: channel.say("progress", what="target")

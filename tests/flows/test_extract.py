@@ -112,6 +112,16 @@ def capturer_of(config: ExtractConfig) -> tuple[ShardCapturer, Dataset]:
     return ShardCapturer(Ear(), setup), dataset  # type: ignore[arg-type]
 
 
+def test_a_slot_of_several_gpus_and_packed_batches_exclude_each_other(
+    extract_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = extract_config()
+    packed = config.model_copy(update={"target": config.target.model_copy(update={"batching": "packed"})})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match=r"several GPUs \(0,1\) .* workers.slots"):
+        capturer_of(packed)
+
+
 def test_out_of_memory_halves_the_batches_of_a_shard(extract_config: MakeConfig) -> None:
     capturer, dataset = capturer_of(extract_config(codec="lossless"))
     enough = capturer._capture_shard(0, replace=False)()
