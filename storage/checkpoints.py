@@ -13,9 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints/"
 BEST_KEY = "best.json"
+NAME = re.compile(FOLDER + r"step-(\d{8,})(?:\.json|-[0-9a-f]{16}\.safetensors)")
+"""Keys that are ours; whatever else lies below the folder is left alone."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -91,8 +94,9 @@ class CheckpointDamaged(UserError):
 class Checkpoints:
     """The checkpoints of one run. One rank saves, in the background, one at a time; all may read.
 
-    Old ones are removed without asking anybody: ranks read before the first save and after the last. Two runs
-    must not write to one folder at a time, for each would remove what the other wrote for later steps.
+    Old ones are removed without asking anybody: ranks read before the first save and after the last. What
+    `latest` finds belongs to the run, as does what it saves; where something else appears, another run writes
+    to the same folder, and this one is refused.
     """
 
     def __init__(
@@ -108,7 +112,13 @@ class Checkpoints:
         self._store, self._identity, self._keep = store, json.loads(json.dumps(dict(identity))), keep
         self._scratch = scratch
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._jobs: list[Future[None]] = []
+        self._failed: list[tuple[int, Exception]] = []
+        """Steps of the latest writes if they failed, and why."""
+        self._scores: list[Best] = []
+        """Of which the store has not been told."""
+        self._known: set[str] = set()
+        """Keys that belong to this run."""
         self._staged: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -122,30 +132,49 @@ class Checkpoints:
     ) -> torch.cuda.Event | None:
         """Copy the tensors and write them in the background; waits for the write before only.
 
-        An error of the previous write is raised here or by `wait`. Tensors on a GPU are copied beside its
-        other work: whoever changes them must first let his stream wait for the event that is returned.
+        A write that fails is named in the log, and the next one takes place all the same; after two in a row
+        it is waited for. Raises StoreError when that fails too; UserError when the write before met a
+        checkpoint of another run. Tensors on a GPU are copied beside its other work: whoever changes them
+        must first let his stream wait for the event that is returned.
         """
-        self.wait()
+        self._settle()
+        last_try = len(self._failed) > 1
         copied, ready = self._stage(tensors)
         plain: dict[str, Any] = json.loads(json.dumps(dict(notes)))
-        self._writing = self._pool.submit(self._write, position, copied, plain, ready)
+        self._jobs.append(self._pool.submit(self._try_to_write, position, copied, plain, ready))
+        if last_try:
+            self.wait()
         return ready
 
     def mark_best(self, scored: Best) -> None:
-        """Take this checkpoint for the best one if its score is higher than that of the best so far.
+        """Take this checkpoint for the best one if its score is higher than that of the best so far; in the
+        background, as soon as it is written.
 
-        Waits until it is written. Raises StoreError.
+        When the store cannot be told now, it is with the next checkpoint, or by `wait`.
         """
-        self.wait()
-        best = self.best()
-        if best is None or scored.score > best.score:
-            self._store.put_bytes(BEST_KEY, scored.model_dump_json().encode(), overwrite=True)
+        self._jobs.append(self._pool.submit(self._try_to_mark, scored))
 
     def wait(self) -> None:
-        """Wait until what was saved is on the store. Raises StoreError."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        """Wait until what was saved is on the store.
+
+        Raises StoreError when the last checkpoint, or which one is the best, could not be written; UserError
+        when there are checkpoints of another run.
+        """
+        self._settle()
+        if self._failed:
+            failed, self._failed = self._failed, []
+            steps = ", ".join(str(step) for step, _ in failed)
+            raise StoreError(
+                f"{self._store.uri} has no checkpoint of step {steps}, a new run continues from the one "
+                f"before: {failed[-1][1]}"
+            ) from None
+        self._tell_scores()
+
+    def _settle(self) -> None:
+        """Wait for the thread; raises what it does not try again."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
 
     def close(self) -> None:
         """Wait, then end the thread."""
@@ -164,10 +193,10 @@ class Checkpoints:
         """Close; where an error is on its way already, one of the last write is only logged."""
         try:
             self.close()
-        except StoreError as failed:
+        except UserError as failed:
             if error is None:
                 raise
-            log.error("the last checkpoint could not be written: %s", failed)
+            log.error("%s", failed)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy to host memory; from a GPU into page-locked buffers that are kept, on a stream of its own,
@@ -192,6 +221,25 @@ class Checkpoints:
                 tensor.record_stream(self._stream)
             return copied, self._stream.record_event(torch.cuda.Event(blocking=True))
 
+    def _try_to_write(
+        self,
+        position: Position,
+        tensors: dict[str, Tensor],
+        notes: dict[str, Any],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        step = position.optimizer_step
+        try:
+            self._write(position, tensors, notes, ready)
+        except (StoreError, OSError) as error:
+            self._failed.append((step, error))
+            log.warning("the checkpoint of step %d could not be written: %s", step, error)
+        except UserError as error:
+            log.error("%s", error)  # the run hears of it when it comes back here
+            raise
+        else:
+            self._failed.clear()
+
     def _write(
         self,
         position: Position,
@@ -201,11 +249,14 @@ class Checkpoints:
     ) -> None:
         if ready is not None:
             ready.synchronize()
+        self._refuse_others()
+        self._tell_scores()
         step = position.optimizer_step
         with tempfile.TemporaryFile(dir=self._scratch_folder()) as file:
             with self._scratch_errors():
                 sha256, size = write_safetensors(file, tensors)
             key = f"{_stem(step)}-{sha256[:16]}.safetensors"
+            self._known.add(key)
             try:
                 self._store.put_file(key, file)
             except ObjectExists:  # of a run that was here before, and perhaps damaged since
@@ -219,8 +270,46 @@ class Checkpoints:
             self._store.delete(BEST_KEY)
             best = None
         # A resumed run may reach a step again that an abandoned one has committed: the later one counts.
-        self._store.put_bytes(f"{_stem(step)}.json", record.model_dump_json().encode(), overwrite=True)
-        self._retire(best, key)
+        commit = f"{_stem(step)}.json"
+        known = commit in self._known
+        self._known.add(commit)  # before: it may be there though the store did not say so
+        try:
+            self._store.put_bytes(commit, record.model_dump_json().encode(), overwrite=known)
+        except ObjectExists:
+            self._known.remove(commit)
+            self._refuse_others()
+            raise
+        try:
+            self._retire(best, key, step)
+        except StoreError as error:  # the new one counts in any case
+            log.warning("old checkpoints will be removed with a later one: %s", error)
+
+    def _refuse_others(self) -> None:
+        """Raise UserError when there are checkpoints that this run neither found nor wrote."""
+        steps = _steps(key for key in self._keys() if key not in self._known)
+        if steps:
+            raise UserError(
+                f"{self._store.uri}/{FOLDER} has checkpoints that this run neither wrote nor found when it "
+                f"began (step {', '.join(map(str, steps))}): another run writes to the same output. They "
+                "were left alone; end one of the two runs and start again, or give one another output"
+            )
+
+    def _try_to_mark(self, scored: Best) -> None:
+        self._scores.append(scored)
+        try:
+            self._tell_scores()
+        except StoreError as error:
+            log.warning("the score of step %d is not told yet: %s", scored.optimizer_step, error)
+
+    def _tell_scores(self) -> None:
+        """Note the best checkpoint; scores of those that were not written count for nothing."""
+        while self._scores:
+            scored, best = self._scores[0], self.best()
+            known = f"{_stem(scored.optimizer_step)}.json" in self._known
+            written = known and scored.optimizer_step in self.steps()
+            if written and (best is None or scored.score > best.score):
+                self._store.put_bytes(BEST_KEY, scored.model_dump_json().encode(), overwrite=True)
+            del self._scores[0]
 
     def _scratch_folder(self) -> Path | None:
         """Where files lie meanwhile: on the file system of a local store, so that publishing one is a link
@@ -242,22 +331,17 @@ class Checkpoints:
                 "some, or set TMPDIR to another folder if it is not the store's"
             ) from None
 
-    def _retire(self, best: Best | None, written: str) -> None:
-        """Remove all but the latest and the best; the record goes first, so no record is without its
+    def _retire(self, best: Best | None, written: str, now: int) -> None:
+        """Remove all of this run's but the latest and the best; records go first, so none is without its
         tensors. Later ones than the one just written are damaged: the run would have continued from them.
         """
-        steps, now = self.steps(), _step_of(written)
-        kept = {step for step in steps if step <= now}
+        ours = [key for key in self._keys() if key in self._known]
+        kept = {step for step in _steps(ours) if step <= now}
         kept = set(sorted(kept)[-self._keep :]) | ({best.optimizer_step} if best else set())
-        for step in steps:
-            if step not in kept:
-                self._store.delete(f"{_stem(step)}.json")
-        for info in list(self._store.list(FOLDER)):
-            if not info.key.endswith(".safetensors"):
-                continue
-            replaced = _step_of(info.key) == now and info.key != written
-            if replaced or _step_of(info.key) not in kept:
-                self._store.delete(info.key)
+        for key in sorted(ours, key=_holds_tensors):
+            replaced = _holds_tensors(key) and _step_of(key) == now and key != written
+            if replaced or _step_of(key) not in kept:
+                self._store.delete(key)
         with suppress(
             StoreError, OSError
         ):  # what a killed rank had begun to upload is invisible, and paid for
@@ -267,8 +351,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Optimizer steps of which there is a committed checkpoint, ascending."""
-        keys = (info.key for info in self._store.list(FOLDER))
-        return sorted(_step_of(key) for key in keys if key.endswith(".json"))
+        return _steps(self._keys())
+
+    def _keys(self) -> list[str]:
+        """Keys of all records and tensors."""
+        return [info.key for info in self._store.list(FOLDER) if NAME.fullmatch(info.key)]
 
     def best(self) -> Best | None:
         """The best checkpoint, None when nothing was validated yet, or it is deleted or damaged."""
@@ -296,10 +383,13 @@ class Checkpoints:
     def latest(self) -> tuple[CheckpointRecord, dict[str, Tensor]] | None:
         """Load the newest intact checkpoint on the CPU; None when there is none at all.
 
-        A damaged one is skipped and named in the log. Raises UserError naming the differing keys when it is
-        of another configuration, CheckpointDamaged when there are checkpoints and none is intact.
+        A damaged one is skipped and named in the log. What is there is this run's from now on. Raises
+        UserError naming the differing keys when it is of another configuration, CheckpointDamaged when there
+        are checkpoints and none is intact.
         """
-        steps = self.steps()
+        keys = self._keys()
+        self._known.update(keys)
+        steps = _steps(keys)
         for step in reversed(steps):
             try:
                 record = self.record(step)
@@ -411,5 +501,16 @@ def _stem(step: int) -> str:
     return f"{FOLDER}step-{step:08d}"
 
 
+def _holds_tensors(key: str) -> bool:
+    return key.endswith(".safetensors")
+
+
 def _step_of(key: str) -> int:
-    return int(key.removeprefix(f"{FOLDER}step-")[:8])
+    match = NAME.fullmatch(key)
+    assert match is not None
+    return int(match[1])
+
+
+def _steps(keys: Iterable[str]) -> list[int]:
+    """Steps whose records are among these keys, ascending."""
+    return sorted(_step_of(key) for key in keys if not _holds_tensors(key))

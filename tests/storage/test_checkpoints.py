@@ -19,7 +19,10 @@ from storage.checkpoints import (
     differences,
     write_safetensors,
 )
-from storage.objects import Store, open_store
+from storage.objects import Store, StoreError, open_store
+from tests.storage.blocked import Block, blocked
+
+__all__ = ["blocked"]
 
 IDENTITY = {"drafter": {"num_layers": 2, "taps": [1, 3]}, "seed": 0}
 
@@ -46,7 +49,9 @@ def at(step: int) -> Position:
 
 
 def save_all(store: Store, steps: list[int], keep: int = 2, scores: dict[int, float] | None = None) -> None:
+    """Be a run that begins with what is there."""
     checkpoints = Checkpoints(store, IDENTITY, keep=keep)
+    checkpoints.latest()
     for step in steps:
         checkpoints.save(at(step), tensors(step), {"ranks": 1})
         if scores and step in scores:
@@ -109,14 +114,14 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_after_damage_the_run_goes_on_from_before_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    save_all(store, [10, 20], keep=1, scores={10: 1.0, 20: 3.0})
-    (tmp_path / Checkpoints(store, IDENTITY, keep=1).record(20).object).unlink()
-    save_all(store, [5], keep=1)  # started anew, as nothing was intact
-    checkpoints = Checkpoints(store, IDENTITY, keep=1)
-    assert checkpoints.steps() == [5] and checkpoints.best() is None
-    save_all(store, [15], keep=1, scores={15: 2.0})
+    save_all(store, [10, 20], scores={10: 1.0, 20: 3.0})
+    checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    (tmp_path / checkpoints.record(20).object).unlink()
+    save_all(store, [15])
+    assert checkpoints.steps() == [10, 15] and checkpoints.best() is None
+    save_all(store, [17], scores={17: 2.0})
     best = checkpoints.best()
-    assert checkpoints.steps() == [15] and best is not None and best.score == 2.0
+    assert checkpoints.steps() == [15, 17] and best is not None and best.score == 2.0
 
 
 def test_a_damaged_one_that_is_reached_again_is_written_again(tmp_path: Path) -> None:
@@ -169,6 +174,7 @@ def test_a_step_that_is_reached_again_replaces_the_old_one(tmp_path: Path) -> No
     store = open_store(tmp_path)
     save_all(store, [5])
     checkpoints = Checkpoints(store, IDENTITY, keep=2)
+    checkpoints.latest()
     checkpoints.save(at(5), tensors(7.0), {})
     checkpoints.close()
     found = checkpoints.latest()
@@ -176,13 +182,108 @@ def test_a_step_that_is_reached_again_replaces_the_old_one(tmp_path: Path) -> No
     assert len([i for i in store.list("checkpoints/") if i.key.endswith(".safetensors")]) == 1
 
 
-def test_a_failed_write_is_raised(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    checkpoints = Checkpoints(open_store(blocked / "run"), IDENTITY, keep=1, scratch=tmp_path)
-    checkpoints.save(at(1), tensors(1.0), {})
-    with pytest.raises(UserError):
+def test_a_failed_write_is_named_at_once_and_the_next_one_takes_place(
+    blocked: Block,
+) -> None:
+    folder = blocked(1)
+    with Checkpoints(folder.store, IDENTITY, keep=2) as checkpoints:
+        checkpoints.save(at(5), tensors(5), {})
+        assert folder.named.acquire(timeout=20)
+        checkpoints.mark_best(Best(optimizer_step=5, score=9.0))
+        checkpoints.save(at(10), tensors(10), {})
+        checkpoints.mark_best(Best(optimizer_step=10, score=2.0))
+    assert checkpoints.steps() == [10]
+    assert checkpoints.best() == Best(optimizer_step=10, score=2.0)
+
+
+def test_the_last_one_must_be_written(blocked: Block) -> None:
+    checkpoints = Checkpoints(blocked(9).store, IDENTITY, keep=2)
+    checkpoints.save(at(5), tensors(5), {})
+    checkpoints.save(at(10), tensors(10), {})
+    with pytest.raises(StoreError, match=r"run has no checkpoint of step 5, 10, .*not a folder|is a file"):
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_after_two_failed_writes_the_third_decides(blocked: Block, failures: int) -> None:
+    checkpoints = Checkpoints(blocked(failures).store, IDENTITY, keep=2)
+    checkpoints.save(at(5), tensors(5), {})
+    checkpoints.save(at(10), tensors(10), {})
+    if failures > 2:
+        with pytest.raises(StoreError, match="no checkpoint of step 5, 10, 15, a new run"):
+            checkpoints.save(at(15), tensors(15), {})
+    else:
+        checkpoints.save(at(15), tensors(15), {})
+    checkpoints.close()
+    assert checkpoints.steps() == ([] if failures > 2 else [15])
+
+
+def test_a_score_that_could_not_be_told_is_told_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for retry in ("the next one", "the end"):
+        folder = tmp_path / retry
+        checkpoints = Checkpoints(open_store(folder), IDENTITY, keep=1)
+        checkpoints.save(at(5), tensors(5), {})
         checkpoints.wait()
+        (folder / "best.json").mkdir()
+        checkpoints.mark_best(Best(optimizer_step=5, score=3.0))
+        with pytest.raises(StoreError, match=r"best\.json"):
+            checkpoints.wait()
+        assert "score of step 5" in caplog.text
+        (folder / "best.json").rmdir()
+        if retry == "the next one":
+            checkpoints.save(at(10), tensors(10), {})
+        checkpoints.close()
+        assert checkpoints.best() == Best(optimizer_step=5, score=3.0)
+
+
+@pytest.mark.parametrize("step", [5, 10, 15])
+def test_another_runs_checkpoints_are_left_alone(store: Store, step: int) -> None:
+    save_all(store, [3], scores={3: 1.0})
+    one, other = (Checkpoints(store, IDENTITY, keep=1) for _ in range(2))
+    assert one.latest() is not None and other.latest() is not None
+    for number in (5, 10):
+        one.save(at(number), tensors(number), {})
+    one.wait()
+    other.save(at(step), tensors(-1), {})
+    other.mark_best(Best(optimizer_step=10, score=9.0))
+    with pytest.raises(UserError, match=r"began \(step 10\): another run .* give one another output"):
+        other.close()
+    one.save(at(20), tensors(20), {})
+    one.close()
+    assert one.steps() == [3, 20] and one.best() == Best(optimizer_step=3, score=1.0)
+    assert torch.equal(one.load(one.record(20))["a/w"], tensors(20)["a/w"])
+
+
+def test_of_two_runs_that_write_a_step_at_once_one_is_refused(tmp_path: Path) -> None:
+    for number in range(8):
+        store = open_store(tmp_path / str(number))
+        runs = [Checkpoints(store, IDENTITY, keep=1) for _ in range(2)]
+        for value, run in enumerate(runs):
+            run.save(at(5), tensors(value), {})
+        refused = []
+        for run in runs:
+            try:
+                run.close()
+            except UserError:
+                refused.append(run)
+        assert len(refused) == 1
+        (won,) = {*runs} - {*refused}
+        value = runs.index(won)
+        assert torch.equal(won.load(won.record(5))["a/w"], tensors(value)["a/w"])
+
+
+def test_what_else_lies_there_is_left_alone(store: Store) -> None:
+    foreign = ["notes.json", "step-00000005 (copy).json", "step-5.safetensors", "old/step-00000001.json"]
+    for name in foreign:
+        store.put_bytes(f"checkpoints/{name}", b"{}")
+    save_all(store, [5, 10, 15], keep=1)
+    checkpoints = Checkpoints(store, IDENTITY, keep=1)
+    found = checkpoints.latest()
+    assert found is not None and found[0].position == at(15) and checkpoints.steps() == [15]
+    left = {info.key.removeprefix("checkpoints/") for info in store.list("checkpoints/")}
+    assert left == {*foreign, "step-00000015.json", Path(checkpoints.record(15).object).name}
 
 
 def test_a_folders_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:

@@ -26,13 +26,14 @@ from storage.objects import open_store
 
 def save_for_ever(first):
     checkpoints = Checkpoints(open_store(sys.argv[1]), {}, keep=1)
-    checkpoints.steps()  # the connection is made before the clock runs
+    checkpoints.latest()  # the connection is made before the clock runs
     print(os.getpid(), flush=True)
     for step in itertools.count(first):
         print(step, flush=True)
         state = {name: torch.full((1 << 18,), float(step)) for name in ("weights", "moments")}
         checkpoints.save(Position(optimizer_step=step, epoch=0, step_in_epoch=step), state, {})
         checkpoints.mark_best(Best(optimizer_step=step, score=float(step)))
+        checkpoints.wait()
 
 for line in sys.stdin:  # forked, so that torch is imported once
     child = os.fork()
