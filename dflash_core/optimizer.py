@@ -5,6 +5,7 @@ EMA.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -12,6 +13,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dflash_core.configuration import Config, UserError
+
+MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+"""What an optimizer keeps of each parameter once it has taken a step."""
 
 
 class OptimizerConfig(Config):
@@ -173,23 +180,33 @@ class Optimizer:
             found[f"ema/{name}"] = value
         return found
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave; raises UserError when a tensor is unknown."""
-        left = dict(state)
-        for optimizer in (self._adam, *self._muons):
-            owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
-            for name, parameter in self._named.items():
-                if id(parameter) not in owned:
-                    continue
-                keys = [key for key in left if key.endswith(f"/{name}") and not key.startswith("ema/")]
-                for key in keys:
-                    value = left.pop(key)
-                    moment = key.removesuffix(f"/{name}")
-                    optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)
-        for name in list(self.average):
-            if f"ema/{name}" in left:
-                self.average[name].copy_(left.pop(f"ema/{name}"))
-        if left:
-            raise UserError(
-                f"the checkpoint holds optimizer state that this run cannot use: {sorted(left)[:5]}"
-            )
+    def load_state(self, state: Mapping[str, Tensor], optimizer_step: int) -> None:
+        """Take over what `state` gave after so many steps.
+
+        Raises UserError, with nothing changed, naming what is missing, unknown or misshapen.
+        """
+        optimizers = (self._adam, *self._muons)
+        owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+        moments = {
+            f"{moment}/{name}": (owners[id(parameter)], parameter, moment)
+            for name, parameter in self._named.items()
+            for moment in (MOMENTS[type(owners[id(parameter)])] if optimizer_step > 0 else ())
+        }
+        shapes = {key: () if moment == "step" else p.shape for key, (_, p, moment) in moments.items()}
+        shapes |= {f"ema/{name}": average.shape for name, average in self.average.items()}
+        if found := shape_differences(state, shapes):
+            raise UserError(f"the checkpoint holds optimizer state that this run cannot use: {found}")
+        for key, (optimizer, parameter, moment) in moments.items():
+            optimizer.state[parameter][moment] = state[key].to(parameter.device, copy=True)
+        for name, average in self.average.items():
+            average.copy_(state[f"ema/{name}"])
+
+
+def shape_differences(given: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> str:
+    """Name the first tensors that are missing, unknown or of another shape; empty when there are none."""
+    found = [f"{name} is missing" for name in sorted(expected.keys() - given.keys())]
+    found += [f"{name} is unknown" for name in sorted(given.keys() - expected.keys())]
+    for name in sorted(expected.keys() & given.keys()):
+        if (shape := tuple(given[name].shape)) != tuple(expected[name]):
+            found.append(f"{name} has the shape {shape} instead of {tuple(expected[name])}")
+    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")

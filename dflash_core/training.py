@@ -21,7 +21,7 @@ from dflash_core.distributed import GradientReducer, World, backward_order
 from dflash_core.drafter import Drafter
 from dflash_core.loss import LossConfig, SlotLosses, Teacher, dpace_weights, head_loss, slot_weights, spread
 from dflash_core.metrics import Summary, Tally
-from dflash_core.optimizer import Optimizer, OptimizerConfig
+from dflash_core.optimizer import Optimizer, OptimizerConfig, shape_differences
 from dflash_core.row_batch import RowBatch
 
 
@@ -277,20 +277,20 @@ class Trainer:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor], optimizer_step: int) -> None:
-        """Continue from what `state` gave. Raises UserError when a tensor is missing, unknown or
-        misshapen.
+        """Continue from what `state` gave. Raises UserError, with nothing changed, naming weights, moments
+        and averages that are missing, unknown or misshapen.
         """
         weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
         own = dict(self.drafter.named_parameters())
-        if weights.keys() != own.keys() or any(weights[k].shape != own[k].shape for k in own):
+        if found := shape_differences(weights, {name: p.shape for name, p in own.items()}):
             raise UserError(
-                "the checkpoint's weights are not those of this drafter; check the drafter's shape"
+                "the checkpoint's weights are not those of this drafter; check the drafter's shape: " + found
             )
+        moments = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
+        self.optimizer.load_state(moments, optimizer_step)
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
-        moments = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
-        self.optimizer.load_state(moments)
         self.optimizer_step = optimizer_step
 
     def _teacher(self, row: TrainingRow) -> Teacher | None:
