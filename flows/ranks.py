@@ -33,6 +33,8 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between SIGTERM and SIGKILL; `wait_for_ranks` makes it count with every torch."""
 PIECE_CHARACTERS = (select.PIPE_BUF - 128) // 2
 """Of a message that is told in pieces: quotes and backslashes count twice, names and numbers go with it."""
+PARENT_VARIABLE = "DFLASH_TORCHRUN_PID"
+"""Process id of the torchrun that a rank belongs to."""
 START_S = 120.0
 """Silence that is forgiven at least until the first line: a busy machine imports torch slowly."""
 
@@ -221,6 +223,9 @@ def serve_rank(main: Callable[[], None]) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    parent = os.environ.pop(PARENT_VARIABLE, None)  # unset where somebody runs torchrun himself
+    if parent is not None and int(parent) != os.getppid():
+        sys.exit("torchrun ended while this rank started")  # too early for the signal
     try:
         main()
     except Exception as error:  # noqa: BLE001  the parent must hear of every failure, whatever its type
@@ -264,6 +269,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(line,), name="line to parent", daemon=True).start()
     from torch.distributed.run import main as torchrun
 
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     if SHUTDOWN_VARIABLE in os.environ:
         wait_for_ranks(int(os.environ[SHUTDOWN_VARIABLE]))
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

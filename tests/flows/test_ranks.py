@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,20 @@ run_ranks({TOY!r}, ["hang"], ranks=2, on_message=lambda m: print(m.get("pid", ""
     parent.wait(20)
     for pid in pids:
         wait_until_gone(pid)
+
+
+def test_a_rank_whose_torchrun_was_killed_before_it_was_one_ends() -> None:
+    heard: list[dict[str, Any]] = []
+
+    def on_message(message: dict[str, Any]) -> None:
+        heard.append(message)
+        if message["kind"] == "hello":
+            os.kill(message["parent"], signal.SIGKILL)
+
+    with pytest.raises(RanksFailed, match=r"(?s)exit code -9.*torchrun ended while this rank started"):
+        run_ranks("tests.flows.late_rank", [], ranks=1, on_message=on_message)
+    wait_until_gone(hellos(heard)[0]["pid"])
+    assert "trained" not in {message["kind"] for message in heard}
 
 
 def test_what_ranks_must_not_lose_is_written_though_nobody_listens_any_more(tmp_path: Path) -> None:
