@@ -167,7 +167,7 @@ def plan(
 def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect server.")] = 4200,
     host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",
-    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 3,
     logs: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("runs/up"),
 ) -> None:
     """Start a Prefect server with a worker and the deployments on this machine; Ctrl-C stops it."""
@@ -178,7 +178,7 @@ def up(
 
 @app.command()
 def join(
-    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Flow runs at a time.")] = 3,
     healthcheck: Annotated[bool, typer.Option(help="Answer GET /health on port 8080.")] = False,
 ) -> None:
     """Work for the Prefect server at PREFECT_API_URL: register the deployments, take runs; Ctrl-C stops."""

@@ -2,7 +2,8 @@
 
 The work is done by processes that know nothing of Prefect (`flows.extract_worker`); the steps are those of
 `flows.extract_steps`. What is done already is read off the store, never off Prefect: running the same
-configuration again, or retrying a run, does only what is missing.
+configuration again, or retrying a run, does only what is missing. (Only which shards a retried run has redone
+itself no store can tell.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from prefect.states import Completed, Failed
 from flows import extract_plan, extract_steps, report
 from flows.artifacts import shown
 from flows.config import ExtractConfig
-from flows.extract_shards import TASK_RUNNER, capture_here, extract_in_children, failed_names
+from flows.extract_children import capture, redone_by_this_run
+from flows.extract_shards import TASK_RUNNER, failed_names
 from flows.extract_steps import Outcome
 from flows.run_log import TOLD, relay_logs, relay_message, tell_error, value, without_traceback
 from storage.dataset import Dataset, Manifest
@@ -97,9 +99,9 @@ def _extract(config: ExtractConfig, only: Sequence[int]) -> tuple[Dataset, Outco
     dataset = value(plan_dataset(config))
     shards = extract_steps.wanted_shards(dataset, only)
     get_run_logger().info("%d of %d shards are to be captured", len(shards), len(dataset.plan.shards))
-    if config.shards_per_child and len(shards) > config.shards_per_child:
-        outcome = extract_in_children(config, dataset, shards, redo=bool(only))
-    else:
-        outcome = capture_here(config, dataset, shards, redo=bool(only))
+    if only and (redone := redone_by_this_run() - set(dataset.missing())):
+        shards = [shard for shard in shards if shard not in redone]
+        get_run_logger().info("%d of them are not: an earlier attempt of this run did them", len(redone))
+    outcome = capture(config, dataset, shards, redo=bool(only))
     extract_steps.seal_if_whole(dataset, outcome, only, lambda: value(seal_dataset(dataset)))
     return dataset, outcome

@@ -1,35 +1,28 @@
-"""Shards as Prefect tasks on the workers of a host, and large plans as child runs of some hundreds each."""
+"""Shards as Prefect tasks on the workers of a host; the flow `extract-shards` does some of a large plan."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.deployments import run_deployment
-from prefect.exceptions import PrefectException
 from prefect.futures import PrefectFuture
-from prefect.runtime import deployment, flow_run
-from prefect.states import Cancelling, Completed, Failed
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
 from dflash_core.configuration import UserError
 from flows import extract_steps, report
-from flows.artifacts import shown
+from flows.artifacts import TABLE_EVERY_S, Row, Table, shown
 from flows.config import ExtractConfig
 from flows.extract_steps import Outcome, ShardRunner
 from flows.launch import Message, PoolClosed, WorkerPool
@@ -41,11 +34,18 @@ MOST_SHARDS_AT_ONCE = 256
 LASTING_AFTER = 2
 """A run ends when so many times as many shards as the workers can hold were set aside in a row."""
 PROGRESS_EVERY_S = 2.0
-CHILDREN_EVERY_S = 2.0
+ERROR_SHOWN = 2000
+"""Characters of a shard's error in the table of shards."""
+SHARDS_TABLE = "shards"
+SHARD_COLUMNS = (
+    *("shard", "state", "worker", "tokens", "seconds", "tokens/s"),
+    *("token_budget", "MB", "ratio", "error"),
+)
 CHILD_DEPLOYMENT = "extract-shards/extract-shards"
 TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=MOST_SHARDS_AT_ONCE)
 
 _held: ContextVar[WorkerPool | None] = ContextVar("workers of the run in this process", default=None)
+_watching: ContextVar[Callable[[Outcome], None] | None] = ContextVar("parent in this process", default=None)
 
 
 def worth_another_try(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -66,7 +66,7 @@ def extract_shard(shard: int, runner: ShardRunner) -> Message:
     """Have one shard captured by a free worker, whose words go to the log of this task."""
     logger = get_run_logger()
     result = runner.attempt(shard, relay_message)
-    row = extract_steps.shard_row(shard, result)
+    row = done_row(shard, result)
     logger.info("%s", ", ".join(f"{name} {value}" for name, value in row.items() if value != ""))
     return result
 
@@ -82,23 +82,19 @@ def capture_here(config: ExtractConfig, dataset: Dataset, shards: Sequence[int],
     outcome = Outcome()
     if not shards:
         return outcome
-    with _workers(config, dataset) as pool:
+    with held_workers(config, dataset) as pool:
         runner = ShardRunner(pool, redo=redo)
         value(check_target(runner, len(shards)))
         shard_task = extract_shard.with_options(retries=config.workers.attempts - 1)
-        _submit_as_workers_free_up(
-            lambda shard: shard_task.submit(shard, runner),
-            shards,
-            pool.capacity,
-            outcome,
-            Progress("shards of this run", len(shards)),
-        )
-    shown(report.publish_shards, outcome)
+        with ShownOutcome(outcome, len(shards)) as shown_outcome:
+            _submit_as_workers_free_up(
+                lambda shard: shard_task.submit(shard, runner), shards, pool.capacity, shown_outcome
+            )
     return outcome
 
 
 @contextlib.contextmanager
-def _workers(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
+def held_workers(config: ExtractConfig, dataset: Dataset) -> Iterator[WorkerPool]:
     """Give the workers that the parent run holds in this process, else some of our own."""
     if (pool := _held.get()) is not None:
         yield pool
@@ -135,12 +131,67 @@ class Progress:
             shown(report.update_progress, self._artifact, done / max(self._total, 1))
 
 
+class ShownOutcome:
+    """Keeps the outcome of a run and shows it while it grows: progress, and a row for each finished shard."""
+
+    def __init__(self, outcome: Outcome, total: int) -> None:
+        self.outcome = outcome
+        self._progress = Progress("shards of this run", total)
+        self._table = Table(SHARDS_TABLE, "Shards of this run")
+
+    def __enter__(self) -> ShownOutcome:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._table.send()
+
+    def done(self, shard: int, result: Message) -> None:
+        """Note what a worker tells of a captured shard."""
+        self.outcome.done[shard] = result
+        self._table.put(shard, done_row(shard, result))
+
+    def failed(self, shard: int, error: str) -> None:
+        """Note the last error of a shard that is set aside."""
+        self.outcome.failed[shard] = error
+        self._table.put(shard, failed_row(shard, error))
+
+    def stop(self, error: UserError, untried: Iterable[int]) -> None:
+        """Note that these shards are not tried, and why."""
+        rest = list(untried)
+        self.outcome.stop(error, rest)
+        for shard in rest:
+            self._table.put(shard, failed_row(shard, self.outcome.failed[shard]))
+
+    def show(self, *, now: bool = False) -> None:
+        """Show what is due."""
+        self._progress.update(len(self.outcome.done), now=now)
+        if self._table.due:
+            self._table.send()
+        if (watch := _watching.get()) is not None:
+            watch(self.outcome)
+
+
+def done_row(shard: int, result: Message) -> Row:
+    """Return what people want to see of a captured shard."""
+    row = {**extract_steps.shard_row(shard, result), "token_budget": result.get("token_budget", "")}
+    return {name: row[name] for name in SHARD_COLUMNS}
+
+
+def failed_row(shard: int, error: str) -> Row:
+    """Return the row of a shard that is set aside."""
+    return {
+        **dict.fromkeys(SHARD_COLUMNS, ""),
+        "shard": shard,
+        "state": "failed",
+        "error": error[:ERROR_SHOWN],
+    }
+
+
 def _submit_as_workers_free_up(
     submit: Callable[[int], PrefectFuture[Message]],
     shards: Sequence[int],
     capacity: int,
-    outcome: Outcome,
-    progress: Progress,
+    shown_outcome: ShownOutcome,
 ) -> None:
     """Keep as many shards in work as the workers can hold, so that Prefect never has a long queue to show.
 
@@ -156,20 +207,25 @@ def _submit_as_workers_free_up(
             future = submit(shard)
             running[future.task_run_id] = shard
             future.add_done_callback(finished.put)
-        future = finished.get()
+        try:
+            future = finished.get(timeout=TABLE_EVERY_S)
+        except queue.Empty:
+            shown_outcome.show()
+            continue
         shard = running.pop(future.task_run_id)
         result = future.result(raise_on_failure=False)
         if isinstance(result, dict):
-            outcome.done[shard] = result
+            shown_outcome.done(shard, result)
             failed_in_a_row = 0
         else:
-            outcome.failed[shard] = str(result) if isinstance(result, TOLD) else repr(result)
+            error = str(result) if isinstance(result, TOLD) else repr(result)
+            shown_outcome.failed(shard, error)
             get_run_logger().error("shard %d is set aside: %s", shard, result)
             failed_in_a_row += 1
-        if waiting and failed_in_a_row >= LASTING_AFTER * capacity:
-            outcome.stop(_lasting(failed_in_a_row, len(waiting), outcome.failed[shard]), waiting)
-            waiting.clear()
-        progress.update(len(outcome.done), now=not running)
+            if waiting and failed_in_a_row >= LASTING_AFTER * capacity:
+                shown_outcome.stop(_lasting(failed_in_a_row, len(waiting), error), waiting)
+                waiting.clear()
+        shown_outcome.show(now=not running)
 
 
 def _lasting(failed: int, untried: int, error: str) -> UserError:
@@ -179,20 +235,21 @@ def _lasting(failed: int, untried: int, error: str) -> UserError:
     )
 
 
-def child_name() -> str:
+def child_name(shards: Sequence[int]) -> str:
     """Name a child run by its shards."""
-    shards = flow_run.parameters["shards"]
     return f"shards-{shards[0]:05d}-{shards[-1]:05d}"
 
 
 @flow(
     name="extract-shards",
-    flow_run_name=child_name,
+    flow_run_name=lambda: child_name(flow_run.parameters["shards"]),
     task_runner=TASK_RUNNER,
     persist_result=False,
 )
 def extract_shards(config: ExtractConfig, dataset: str, shards: list[int], redo: bool = False) -> State[Any]:
     """Capture some shards of a data set that is planned already; part of a large extraction.
+
+    The state that it returns has the `Outcome` for its data, for a parent in the same process.
 
     Args:
         config: The configuration of the whole extraction.
@@ -209,103 +266,17 @@ def extract_shards(config: ExtractConfig, dataset: str, shards: list[int], redo:
         get_run_logger().error("%s", error)
         return Failed(message=str(error), data=error)
     if outcome.stopped:
-        return Failed(message=str(outcome.stopped), data=outcome.stopped)
+        return Failed(message=str(outcome.stopped), data=outcome)
     if outcome.failed:
-        return Failed(message=failed_names(outcome))
-    return Completed(message=f"{len(shards)} shards")
-
-
-def extract_in_children(
-    config: ExtractConfig, dataset: Dataset, shards: Sequence[int], *, redo: bool
-) -> Outcome:
-    """Split the shards among child runs and wait for them all.
-
-    A run that came from a deployment starts its children as runs of the deployment `extract-shards`, so that
-    any worker of the pool may take them; another one runs them here, one after the other, on workers that it
-    starts once, until one ends with an error for the user to mend. What became of the shards is read off the
-    store.
-    """
-    size = config.shards_per_child
-    chunks = [list(shards[i : i + size]) for i in range(0, len(shards), size)]
-    parameters = [
-        {"config": config.model_dump(mode="json"), "dataset": dataset.uri, "shards": chunk, "redo": redo}
-        for chunk in chunks
-    ]
-    progress = Progress("child runs of this extraction", len(chunks))
-    outcome = Outcome()
-    if deployment.id:
-        states = _run_on_the_pool(parameters, progress)
-    else:
-        states = []
-        with _workers(config, dataset), _lasting_interrupts() as raise_if_interrupted:
-            for done, values in enumerate(parameters, start=1):
-                states.append(extract_shards(**values, return_state=True))
-                raise_if_interrupted()
-                progress.update(done, now=True)
-                error = states[-1].result(raise_on_failure=False)
-                if isinstance(error, UserError):
-                    outcome.stop(error, itertools.chain.from_iterable(chunks[done:]))
-                    break
-    left = set(dataset.missing())
-    for chunk, state in zip(chunks, states, strict=False):
-        for shard in chunk:
-            if shard in left or (redo and not state.is_completed()):
-                outcome.failed[shard] = state.message or state.name or "failed"
-    return outcome
+        return Failed(message=failed_names(outcome), data=outcome)
+    return Completed(message=f"{len(shards)} shards", data=outcome)
 
 
 @contextlib.contextmanager
-def _lasting_interrupts() -> Iterator[Callable[[], None]]:
-    """Give a function that raises a Ctrl-C of this block again.
-
-    Prefect drops one that arrives when a child run has just ended, and the next child would begin.
-    """
-    interrupted = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    def raise_if_interrupted() -> None:
-        if interrupted:
-            raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGINT, note)
+def watched_by(watch: Callable[[Outcome], None]) -> Iterator[None]:
+    """Have `watch` told how the child runs in this block get on, at each shard."""
+    token = _watching.set(watch)
     try:
-        yield raise_if_interrupted
+        yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
-
-
-def _run_on_the_pool(parameters: Sequence[dict[str, Any]], progress: Progress) -> list[State[Any]]:
-    """Start a child run for each set of parameters, and return their states when the last has ended."""
-    started: list[UUID] = []
-    waiting: set[UUID] = set()
-    states: dict[UUID, State[Any]] = {}
-    with get_client(sync_client=True) as client:
-        try:
-            for values in parameters:
-                run: Any = run_deployment(CHILD_DEPLOYMENT, parameters=values, timeout=0, as_subflow=True)
-                started.append(run.id)
-                waiting.add(run.id)
-            while waiting:
-                time.sleep(CHILDREN_EVERY_S)
-                for run_id in list(waiting):
-                    state = client.read_flow_run(run_id).state
-                    if state is not None and state.is_final():
-                        states[run_id] = state
-                        waiting.remove(run_id)
-                progress.update(len(states), now=True)
-        finally:
-            # Left over when this run is cancelled or fails: the children end with it.
-            for run_id in waiting:
-                try:
-                    client.set_flow_run_state(run_id, Cancelling())
-                except (PrefectException, httpx.HTTPError) as error:
-                    get_run_logger().error("child run %s goes on, cancel it by hand: %s", run_id, error)
-    return [states[run_id] for run_id in started]
+        _watching.reset(token)

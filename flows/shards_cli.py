@@ -352,7 +352,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "tokens": f"{facts['tokens']:,}, {facts['supervised']:,} of them supervised",
         "shards": f"{done:,} of {facts['shards']:,}, {state}",
         "size": f"{facts['bytes'] / 1e6:,.1f} MB, {facts['bytes_per_token']} bytes a token, "
-        f"{facts['ratio']}x smaller than bf16",
+        f"{facts['ratio']}x smaller than bf16"
+        if facts["bytes"]
+        else "nothing is captured yet",
         "fingerprint": facts["fingerprint"],
     }
     for name, line in lines.items():

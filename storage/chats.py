@@ -19,6 +19,7 @@ from dflash_core.configuration import UserError, expand_home, fingerprint
 _LINES, _WHOLE, _PARQUET = (".jsonl", ".ndjson"), (".json",), (".parquet",)
 _PACKED = (".gz", ".zst")
 _READ_BYTES = 1 << 22
+_UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException)
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 _fingerprinted: dict[str, str] = {}
@@ -105,7 +106,7 @@ def _kind(path: Path) -> tuple[str, ...] | None:
 def _read_file(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     try:
         yield from _records_of(path)
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise UserError(f"{path} cannot be read, it may be damaged or cut short: {error}") from None
 
 
@@ -187,16 +188,21 @@ def without_nones(value: Any) -> Any:
 
 
 def _read_hub(source: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Stream a data set. Raises UserError, also when the stream breaks in the middle."""
+    import httpx
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     name, config, split = _hub_name(source)
+    revision = _fingerprinted.get(name)
+    number = 0
     try:
-        revision = _fingerprinted.get(name)
-        rows = iter(load_dataset(name, config, split=split, streaming=True, revision=revision))
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot read data set {name!r} (split {split!r}): {error}") from None
-    for number, record in enumerate(rows, start=1):
-        yield without_nones(record), f"{source}:{number}"
+        for record in load_dataset(name, config, split=split, streaming=True, revision=revision):
+            number += 1
+            yield without_nones(record), f"{source}:{number}"
+    except (*_UNREADABLE, ValueError, ImportError, httpx.HTTPError, DatasetsError) as error:
+        begun = f" after {number} records; run again, or download it and name the folder" if number else ""
+        raise UserError(f"cannot read data set {name!r} (split {split!r}){begun}: {error}") from None
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:

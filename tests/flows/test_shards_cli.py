@@ -65,6 +65,12 @@ def test_list_and_show(dataset: Dataset) -> None:
     assert "tolerance=0.1" in call("show", dataset.uri) and "committed" in call("list", dataset.uri)
 
 
+def test_show_where_nothing_is_captured_yet(tmp_path: Path) -> None:
+    dataset = made_dataset(tmp_path, made_spec(), made_samples(5))
+    text = call("show", dataset.uri)
+    assert "size         nothing is captured yet" in text and "None" not in text
+
+
 def test_list_of_a_store_with_several(tmp_path: Path) -> None:
     first = made_dataset(tmp_path, made_spec(), made_samples(5))
     made_dataset(tmp_path, made_spec("lossless"), made_samples(5))

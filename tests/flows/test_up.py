@@ -71,7 +71,7 @@ subprocess.run([sys.executable, "-c", {sleeping!r}])"""
 class Up:
     """A running `dflash up` in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.port = free_port()
         self.api = f"http://127.0.0.1:{self.port}/api"
         self.ask = httpx.Client(base_url=self.api, timeout=60)
@@ -83,7 +83,7 @@ class Up:
         self.log = folder / "up.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [BIN / "dflash", "up", "--port", str(self.port)],
+                [BIN / "dflash", "up", "--port", str(self.port), *options],
                 cwd=folder,
                 env=self.environment,
                 stdout=log,
@@ -99,10 +99,10 @@ class Up:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def start(self, config: ExtractConfig | TrainConfig, name: str) -> UUID:
+    def start(self, config: ExtractConfig | TrainConfig, name: str, **parameters: Any) -> UUID:
         """Start a run of a deployment by the literal command; return its id."""
         deployment = "extract-hidden-states" if isinstance(config, ExtractConfig) else "train-drafter"
-        params = json.dumps({"config": config.model_dump(mode="json")})
+        params = json.dumps({"config": config.model_dump(mode="json"), **parameters})
         self.prefect("deployment", "run", deployment, "--params", params, "--flow-run-name", name)
         runs = httpx.post(
             f"{self.api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}
@@ -136,8 +136,8 @@ class Up:
             error.add_note(f"it is {self.run(run)['state']}\n{self.log.read_text()[-3000:]}")
             raise
 
-    def retry(self, run: UUID) -> None:
-        """Retry a crashed run to its end, twice at most: a busy worker may report the crash once more."""
+    def retry(self, run: UUID, end: str = "COMPLETED") -> None:
+        """Retry a run to its end, twice at most: a busy worker may report a crash once more."""
         for _ in range(2):
             before = self.run(run)["state"]["id"]
             self.prefect("flow-run", "retry", str(run))
@@ -147,17 +147,33 @@ class Up:
                 over = state["type"] in ("COMPLETED", "FAILED", "CRASHED") and state["id"] != before
                 return str(state["type"]) if over else None
 
-            if wait_for("the end of the retry", ended, 400) == "COMPLETED":
+            if wait_for("the end of the retry", ended, 400) == end:
                 return
         raise AssertionError(self.run(run)["state"])
 
+    def kill(self, run: UUID) -> None:
+        """Kill the process of a run, as the kernel does where memory runs out."""
+        os.kill(int(self.run(run)["infrastructure_pid"].rpartition(":")[2]), signal.SIGKILL)
+        self.await_state(run, "CRASHED")
+
+    def children(self, run: UUID) -> list[dict[str, Any]]:
+        """The child runs of a run."""
+        query = {"flow_runs": {"parent_flow_run_id": {"any_": [str(run)]}}}
+        runs: list[dict[str, Any]] = self.ask.post("/flow_runs/filter", json=query).json()
+        return runs
+
+    def table(self, run: UUID | str, key: str) -> list[dict[str, Any]]:
+        """The rows of a table that a run shows under Artifacts."""
+        query = {"artifacts": {"flow_run_id": {"any_": [str(run)]}, "key": {"any_": [key]}}}
+        pages = self.ask.post("/artifacts/filter", json=query).json()
+        return [row for page in pages for row in json.loads(page["data"])]
+
     def shards_done(self, run: UUID) -> int:
+        """Count the shards that a run has captured, its children included."""
+        this = {"any_": [str(run)]}
         query = {
-            "task_runs": {
-                "flow_run_id": {"any_": [str(run)]},
-                "state": {"type": {"any_": ["COMPLETED"]}},
-                "name": {"like_": "shard-"},
-            }
+            "flow_runs": {"operator": "or_", "id": this, "parent_flow_run_id": this},
+            "task_runs": {"state": {"type": {"any_": ["COMPLETED"]}}, "name": {"like_": "shard-"}},
         }
         return int(self.ask.post("/task_runs/count", json=query).json())
 
@@ -169,9 +185,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @contextlib.contextmanager
-def starting(folder: Path) -> Iterator[Up]:
+def starting(folder: Path, *options: str) -> Iterator[Up]:
     """Have a `dflash up` in this block."""
-    running = Up(folder)
+    running = Up(folder, *options)
     try:
         wait_for("the start", lambda: "Ctrl-C stops" in running.log.read_text() or None, 600)
         yield running
@@ -274,12 +290,16 @@ def test_from_the_literal_command_to_the_end(up: Up, long_config: ExtractConfig)
     dataset = open_dataset(long_config.store)
     missing = len(dataset.missing())
     assert 0 < missing < len(dataset.plan.shards) and not dataset.sealed
+    # What was captured is in the tables to the last, but for what was in work.
+    shown = [row["shard"] for child in up.children(run) for row in up.table(child["id"], "shards")]
+    (children,) = [row for row in up.table(run, "child-runs") if row["state"] == "Interrupted"]
+    assert len(set(shown)) == len(shown) == children["done"]
+    assert 0 <= len(dataset.plan.shards) - missing - len(shown) <= 4
 
     # Killed: seen as crashed, nothing is left behind, and a retry does what is missing.
     run = up.start(long_config, "to-be-killed")
     workers = busy_workers(up, run)
-    os.kill(int(up.run(run)["infrastructure_pid"].rpartition(":")[2]), signal.SIGKILL)
-    up.await_state(run, "CRASHED")
+    up.kill(run)
     await_end(workers)
     assert 0 < len(dataset.missing()) < missing
     up.retry(run)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -142,6 +144,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=f"{name} cannot be read"):
             list(read_chats(str(path)))
+
+
+@pytest.mark.parametrize("error", [ConnectionError("reset by peer"), httpx.ReadError("reset by peer")])
+def test_a_stream_that_breaks_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The hub is made up: it gives some records, and then no more."""
+
+    def stream() -> Iterator[dict[str, Any]]:
+        yield from RECORDS
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: stream())
+    read = []
+    words = rf"'some/chats' \(split 'test'\) after {len(RECORDS)} records; run again, or .*: reset by peer"
+    with pytest.raises(UserError, match=words):
+        read.extend(read_chats("some/chats:test"))
+    assert [record for record, _ in read] == RECORDS
 
 
 def test_a_data_set_that_cannot_be_reached_is_one_clear_error() -> None:
