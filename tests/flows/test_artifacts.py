@@ -69,7 +69,7 @@ def test_the_table_of_shards_grows_while_they_are_captured(
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(0.1):
+        while not over.wait(0.05):
             for key, counts in seen.items():
                 with get_client(sync_client=True) as client:
                     (newest,) = client.read_artifacts(
