@@ -318,6 +318,7 @@ class TrainLoop:
         self._out.metrics(self._trainer.optimizer_step, values)
         if self._world.is_first and summary.blocks > 0:
             self._scored = Best(optimizer_step=self._trainer.optimizer_step, score=values[SCORE])
+            self._mark_best()
 
     def _validation_rows(self) -> Iterator[TrainingRow]:
         """This rank's rows, as long as no rank is asked to stop: all ranks end with the same one."""
@@ -333,7 +334,7 @@ class TrainLoop:
         return bool(self._world.sum(torch.tensor(int(here), device=self._world.device)))
 
     def _mark_best(self) -> None:
-        """Tell the store when the last checkpoint is the best one so far; waits until that is written."""
+        """Tell the store when the last checkpoint is the best one so far, as soon as that is written."""
         if self._scored is not None:
             self._checkpoints.mark_best(self._scored)
             self._scored = None

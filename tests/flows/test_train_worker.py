@@ -24,7 +24,7 @@ from dflash_core.export import load_exported
 from dflash_core.training import NonFiniteError, TrainingConfig
 from flows.config import TrainConfig
 from flows.launch import Message
-from flows.ranks import run_ranks
+from flows.ranks import RanksFailed, run_ranks
 from flows.train_data import StepPlace, TrainingData
 from flows.train_worker import TrainJob, identity_of, load_weights, train, warn_of_idle_parts
 from storage.checkpoints import Checkpoints
@@ -367,6 +367,20 @@ def test_a_run_may_start_from_an_exported_drafter(
     other = job.model_copy(update={"drafter": job.drafter.model_copy(update={"intermediate_size": 32})})
     with pytest.raises(UserError, match="intermediate_size: 48 there, 32 here"):
         load_weights(other, ALONE)
+
+
+def test_a_run_that_is_killed_after_a_validation_has_told_the_store_of_it(
+    dataset: Dataset, target: str, tmp_path: Path
+) -> None:
+    job = make_job(dataset, target, tmp_path, checkpoint_every=99)
+    two_steps_later = json.dumps({"kind": "metrics", "step": 8})
+    arguments = ["SIGKILL", two_steps_later, str(tmp_path / "asked"), "flows.train_worker", write_job(job)]
+    with pytest.raises(RanksFailed):
+        run_ranks("tests.flows.signalled", arguments, ranks=1, environment={"OMP_NUM_THREADS": "1"})
+    best = Checkpoints(open_store(job.config.output), {}, keep=9).best()
+    (validation,) = [row for row in metrics(job) if "validation/acceptance_length" in row]
+    assert best is not None and best.optimizer_step == validation["step"] == 6
+    assert best.score == validation["validation/acceptance_length"]
 
 
 def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(
