@@ -240,12 +240,6 @@ class Outcome:
         self.stopped = error
         self.failed.update(dict.fromkeys(untried, "not tried"))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row a shard for a table."""
-        rows = [shard_row(shard, result) for shard, result in self.done.items()]
-        rows += [{"shard": shard, "state": "failed", "error": text} for shard, text in self.failed.items()]
-        return sorted(rows, key=lambda row: row["shard"])
-
 
 def shard_row(shard: int, result: Message) -> dict[str, Any]:
     """Return what people want to see of a finished shard."""

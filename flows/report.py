@@ -55,15 +55,6 @@ def update_progress(artifact: UUID, fraction: float) -> None:
     console.tell(_descriptions[artifact], fraction)
 
 
-def publish_shards(outcome: Outcome) -> None:
-    """Show one row for each shard of the run."""
-    rows = outcome.rows()
-    more = f" (the first {ROWS_SHOWN} of {len(rows)})" if len(rows) > ROWS_SHOWN else ""
-    create_table_artifact(
-        table=[clean(row) for row in rows[:ROWS_SHOWN]], key="shards", description=f"Shards of this run{more}"
-    )
-
-
 def publish_failures(outcome: Outcome, command: str) -> None:
     """Show what failed and how to redo just that."""
     lines = ["## Shards that failed", "", "| shard | error |", "| --- | --- |"]

@@ -117,7 +117,7 @@ def test_two_machines_share_a_large_extraction(
         logs = []
         for name, enter in network.machines.items():
             home = {"PREFECT_HOME": str(tmp_path / f"{name}-home"), "PREFECT_API_URL": api}
-            join = [*enter, BIN / "dflash", "join", "--limit", "2"]
+            join = [*enter, BIN / "dflash", "join", "--limit", "3"]
             log = stack.enter_context(running(join, tmp_path / name, {**common, **home}))
             wait_for("a machine", lambda log=log: "Ctrl-C stops" in log.read_text() or None, 300)
             logs.append(log)
@@ -205,4 +205,4 @@ def final_state(ask: httpx.Client, run: UUID) -> dict[str, Any] | None:
 def test_the_compose_file_starts_the_same_servers() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     assert '["prefect", "server", "start", "--host", "0.0.0.0"]' in text
-    assert '["dflash", "join", "--limit", "2", "--healthcheck"]' in text
+    assert '["dflash", "join", "--limit", "3", "--healthcheck"]' in text
