@@ -305,8 +305,8 @@ class Bench:
 
 
 CALM = 1e-3
-"""Share of what layers add with weights as they are drawn. A tenth still lets rounding grow to 9 % over the 62
-layers of the 27B shape, more than the parity gate takes."""
+"""Share of what layers add with weights as they are drawn. A tenth still lets rounding grow to 9 % over the
+62 layers of the 27B shape, more than the parity gate takes."""
 
 
 def calm(model: nn.Module) -> None:
@@ -377,6 +377,8 @@ def counted(target: Target, samples: Sequence[Sample]) -> Callable[[], int]:
     return run
 
 
+CELLS_TOGETHER = 10
+"""About as many as the writer encodes together: two samples of five columns."""
 ENCODE_BATCHES = 12
 """In a run of `encode`: nothing hides the encoding of the last one."""
 
@@ -400,9 +402,11 @@ def encode(bench: Bench) -> None:
     scales = {column: scale_D.to(bench.device) for column, scale_D in calibration.scales().items()}
 
     def start(captured: Sequence[CapturedSample], arrivals: ThreadPoolExecutor) -> None:
-        for item in captured:
-            cells = [(states_TD, scales[column]) for column, states_TD in item.states.items()]
-            for copy in copies.start(cells):
+        cells = [
+            (states_TD, scales[column]) for item in captured for column, states_TD in item.states.items()
+        ]
+        for start in range(0, len(cells), CELLS_TOGETHER):
+            for copy in copies.start(cells[start : start + CELLS_TOGETHER]):
                 arrivals.submit(copies.finish, copy)
 
     def run() -> int:

@@ -171,7 +171,7 @@ class Fleet:
         return figures, (began, began + seconds)
 
     def _configuration(self, slots: Sequence[str]) -> ExtractConfig:
-        workers = {"slots": tuple(slots), "writer": {"threads": self.threads, "pending_bytes": 2 << 30}}
+        workers = {"slots": tuple(slots), "writer": {"threads": self.threads}}
         return ExtractConfig.model_validate(
             {
                 "store": str(self.store),

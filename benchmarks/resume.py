@@ -5,8 +5,9 @@ python benchmarks/resume.py --draw resume.jsonl --plot resume.png
 
 A run that is stopped by SIGTERM and begun again with the same command should go on as if nothing had
 happened: bit for bit on a CPU, and on a GPU, where sums come out in another order each time, within what two
-undisturbed runs differ. Each optimizer step's loss is read. "differs": by how much two runs' losses differ,
-relative, over the steps behind the stop; "equal_steps": how many losses are equal to the last bit.
+undisturbed runs differ. Each optimizer step's loss is read, so each is waited for. "differs": by how much two
+runs' losses differ, relative, over the steps behind the stop; "equal_steps": how many losses are equal to the
+last bit.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def run(config: TrainConfig, steps: int, stop_at: int, then_gpus: list[str] | No
             training = config.training.model_copy(update=often)
             settings = config.model_copy(update={"output": str(folder), "training": training})
             first = losses_of(settings, folder, stop_at) if name == "resumed" else {}
+            if len(first) == steps:
+                raise RuntimeError("the run had ended before it could be stopped: a smaller --stop-at")
             if first and then_gpus is not None:
                 settings = settings.model_copy(update={"gpus": tuple(then_gpus)})
             second = losses_of(settings, folder)
@@ -149,6 +152,8 @@ def main() -> None:
         return
     if arguments.config is None:
         parser.error("name a training configuration, or --draw")
+    if not 0 < arguments.stop_at <= arguments.steps - 5:
+        parser.error("--stop-at must lie at least five steps before --steps")
     then = None if arguments.then_gpus is None else arguments.then_gpus.split(",")
     run(load_config(TrainConfig, arguments.config), arguments.steps, arguments.stop_at, then)
 

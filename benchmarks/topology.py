@@ -136,8 +136,9 @@ class Topology:
 
     def run(self, phase: str) -> None:
         """Run a phase, forgetting what it found before, and compare what can be compared now."""
-        for name in [name for name in self.found if name.startswith(phase)]:
-            del self.found[name]
+        stale = [name for name in self.found if name.startswith(phase) or phase in name.split()]
+        for name in [*stale, *(["hours"] if phase in ("extract", "train") else [])]:
+            self.found.pop(name, None)
         known = set(self.found)
         extract, train = self.arguments.extract, self.arguments.train
         runs: dict[str, Callable[[], Any]] = {
@@ -165,9 +166,8 @@ class Topology:
 
         def watch(pool: WorkerPool, ended: int, timed: int) -> None:
             if ended == timed // 2:
-                victim = max(pool.workers, key=lambda worker: worker.jobs).pid
-                assert victim is not None
-                os.kill(victim, signal.SIGKILL)
+                busy = sorted(pool.workers, key=lambda worker: -worker.jobs)
+                os.kill(next(worker.pid for worker in busy if worker.pid is not None), signal.SIGKILL)
 
         slots = self.arguments.extract
         undisturbed = objects(self.data())

@@ -138,7 +138,7 @@ def from_store(
         waits.append(1000 * (time.perf_counter() - asked))
         clock.begin()
         trainer.step(batch, 1)
-        reports += clock.end(trainer.optimizer_step - 1, trainer.halted_at, False)
+        reports += clock.end(trainer.optimizer_step - 1, trainer.halted_at, lambda: False)
     reports += clock.drain()
     synchronise()
     return reports, waits, time.perf_counter() - started

@@ -3,16 +3,16 @@ waiting for it.
 
 After each optimizer step the device copies three numbers into page-locked memory: whether any rank wants to
 stop, the step that was not finite, and whether steps take long on any rank. The host looks at them two steps
-later, when it has to let the device catch up anyway; where steps take long, at once, so that a request to
-stop costs no further one. So all ranks learn of such a request at the same step, and nothing in a step
-synchronises.
+later, when it has to let the device catch up anyway; where steps take long, from the seventh on, it waits
+for the device behind each, so that a request to stop that came while that worked costs no further step. So
+all ranks learn of such a request at the same step, and nothing in a step synchronises.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
@@ -115,11 +115,14 @@ class StepClock:
             marks += [before, self._now()]
             yield row
 
-    def end(self, optimizer_step: int, halted_at: Tensor, stop: bool) -> list[StepReport]:
-        """The step's work is queued. `stop`: this rank was asked to stop."""
+    def end(self, optimizer_step: int, halted_at: Tensor, stop: Callable[[], bool]) -> list[StepReport]:
+        """The step's work is queued. `stop`: whether this rank was asked to stop."""
         assert self._step is not None
+        worked = self._now().event
+        if self._ahead_now == 0 and worked is not None:
+            worked.synchronize()
         slow = self._last_ms is not None and self._last_ms > LONG_STEP_MS
-        here = (torch.full_like(halted_at, int(flag)) for flag in (stop, slow))
+        here = (torch.full_like(halted_at, int(flag)) for flag in (stop(), slow))
         flags = torch.stack([halted_at, *here])
         if self._world.size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -146,7 +149,8 @@ class StepClock:
     def _now(self) -> _Mark:
         event = None
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            # Blocking: who waits for the device must not keep a core busy.
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record()
         return _Mark(time.perf_counter(), event)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import queue
 import select
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +37,9 @@ PIECE_CHARACTERS = (select.PIPE_BUF - 128) // 2
 """Of a message that is told in pieces: quotes and backslashes count twice, names and numbers go with it."""
 PARENT_VARIABLE = "DFLASH_TORCHRUN_PID"
 """Process id of the torchrun that a rank belongs to."""
+FAILURE_S = 120
+"""How long ranks may take to end once one of them has failed, or all are silent: a checkpoint may be on its
+way, but the others can also be waiting for the one that failed, for ever."""
 START_S = 120.0
 """Silence that is forgiven at least until the first line: a busy machine imports torch slowly."""
 
@@ -61,7 +66,7 @@ def run_ranks(
     printing JSON objects with a "kind", one a line; all other lines arrive as {"kind": "stderr",
     "text": ...}. Raises UserError when a rank's error message says so, RanksFailed otherwise. Whatever ends
     this call, an exception from outside included, ends the ranks; they have `shutdown_s` after SIGTERM to
-    write what they must not lose.
+    write what they must not lose, and FAILURE_S at most when it is one of them that has failed.
     """
     if gpus and len(gpus) != ranks:
         raise UserError(f"{ranks} ranks need {ranks} GPUs, but {len(gpus)} are named: {', '.join(gpus)}")
@@ -81,11 +86,18 @@ def run_ranks(
         start_new_session=True,
         pass_fds=held_locks(),  # torchrun ends after its ranks, or they with it
     )
+    grace = shutdown_s
+    failed_s = min(shutdown_s, FAILURE_S)
     try:
-        first_error, tail = _follow(process, silence_timeout_s, on_message)
-        code = process.wait()
+        first_error, tail = _follow(process, silence_timeout_s, failed_s, on_message)
+        if first_error is not None:
+            grace = 0
+        code = process.wait() if first_error is None else 1
+    except RanksFailed:
+        grace = failed_s
+        raise
     finally:
-        _end(process, shutdown_s)
+        _end(process, grace)
     if code != 0:
         _raise(code, first_error, tail)
 
@@ -99,9 +111,11 @@ def rank_environment(gpus: Sequence[str], ranks: int) -> dict[str, str]:
 
 
 def _follow(
-    process: subprocess.Popen[str], silence_timeout_s: float | None, on_message: OnMessage
+    process: subprocess.Popen[str], silence_timeout_s: float | None, failed_s: float, on_message: OnMessage
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Pass messages on until the output closes; return the first error told of, and the last lines."""
+    """Pass messages on until the output closes, or for `failed_s` after the first error; return that, and the
+    last lines.
+    """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -115,10 +129,14 @@ def _follow(
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     pieces: defaultdict[int, str] = defaultdict(str)
     patience = None if silence_timeout_s is None else max(silence_timeout_s, START_S)
+    given_up = math.inf
     while True:
+        left_s = given_up - time.monotonic()
         try:
-            line = lines.get(timeout=patience)
+            line = lines.get(timeout=patience if first_error is None else max(0.0, left_s))
         except queue.Empty:
+            if first_error is not None:
+                return first_error, list(tail)
             raise RanksFailed(f"no rank said anything for {patience:g} s; they were ended") from None
         patience = silence_timeout_s
         if line is None:
@@ -129,8 +147,10 @@ def _follow(
             if message["left"]:
                 continue
             message = _parse(pieces.pop(message["thread"]))
-        if message["kind"] == "error":
-            first_error = first_error or message
+        if message["kind"] == "error" and first_error is None:
+            first_error, given_up = message, time.monotonic() + failed_s
+            words = f"rank {message['rank']} has failed: {message['type']}: {message['text']}"
+            on_message({"kind": "log", "level": "WARNING", "text": words})
         elif message["kind"] == "stderr":
             tail.append(line)
         on_message(message)

@@ -187,7 +187,7 @@ class TrainLoop:
             require_fused_attention(*calls, layers=trainer.drafter.config.num_layers, rows=count)
         else:
             trainer.step(rows, count)
-        reports = self._clock.end(trainer.optimizer_step - 1, trainer.halted_at, self._stop.asked)
+        reports = self._clock.end(trainer.optimizer_step - 1, trainer.halted_at, lambda: self._stop.asked)
         if self._compiled and local_step == 0:
             self._seal_graphs(first)
         for report in reports:

@@ -115,16 +115,25 @@ class Codec:
         `outlier_rooms`: room for so many outliers in each cell. Symbols must be `settled` before they are
         coded. Raises CodecError as `encode_on_device`, and for states that are not on a GPU.
         """
+        like = cells[0][0]
         for states_TD, scale_D in cells:
             self._check_states(states_TD, scale_D)
             if not states_TD.is_cuda:
                 raise CodecError(
                     f"encoding at once is for states on a GPU, and these are on {states_TD.device}"
                 )
+            assert scale_D is not None  # or it has been refused
+            if states_TD.shape[1] != like.shape[1] or {states_TD.device, scale_D.device} != {like.device}:
+                raise CodecError(
+                    "cells that are encoded at once have one width and lie, with scales, on one GPU"
+                )
         from dflash_core.quantise_kernel import CellArrays, encode
 
         whole = [states_TD.detach().contiguous() for states_TD, _ in cells]
-        headers = tuple(map(self._header, whole, outlier_rooms))
+        headers = tuple(
+            self._header(len(states_TD), states_TD.shape[1], room)
+            for states_TD, room in zip(whole, outlier_rooms, strict=True)
+        )
         sizes = [-(-header.payload_bytes // ALIGNMENT) * ALIGNMENT for header in headers]
         starts = (0, *accumulate(sizes))
         payload = torch.empty(starts[-1], dtype=torch.uint8, device=whole[0].device)
@@ -140,7 +149,7 @@ class Codec:
                 CellArrays(
                     states_TD,
                     steps[id(scale_D)],
-                    scale_D,
+                    scale_D.contiguous(),
                     of_rows.get("symbol", of_rows.get("high")),
                     of_rows.get("folded", of_rows.get("low")),
                     symbols.array("position"),
@@ -238,13 +247,16 @@ class Codec:
 
     def _empty_symbols(self, states_TD: Tensor, scale_D: Tensor | None) -> tuple[Symbols, Tensor | None]:
         """Room for everything but outliers, and the quantisation steps if there are any."""
-        header = self._header(states_TD)
+        header = self._header(len(states_TD), states_TD.shape[1])
         step_D = channel_steps(scale_D, header.width, header.step) if self.needs_scales else None
         payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=states_TD.device)
         return Symbols(header=header, payload=payload), step_D
 
-    def _header(self, states_TD: Tensor, outliers: int = 0) -> CellHeader:
-        tokens, width = states_TD.shape
+    def symbol_bytes(self, tokens: int, width: int) -> int:
+        """Size of a cell's symbols, outliers left out."""
+        return self._header(tokens, width).payload_bytes
+
+    def _header(self, tokens: int, width: int, outliers: int = 0) -> CellHeader:
         step = 0.0
         if self.kind == Kind.TOLERANCE:
             step = float(np.float32(quantise.step_for(self.tolerance, self._dead_zone)))

@@ -16,6 +16,7 @@ from functools import cache
 
 import torch
 
+from storage.cell import CellHeader
 from storage.codec import Codec
 from storage.symbols import Symbols
 
@@ -84,16 +85,17 @@ class HostCopies:
         device = states_TD.device
         if not states_TD.is_cuda:
             symbols = [self._codec.encode_on_device(*states) for states in cells]
-            return _host_copies(symbols, None, symbols, cells)
+            return _host_copies(symbols, None, symbols, [s.header for s in symbols], cells)
         at_once = scale_D is not None and self._codec.has_kernel
         if at_once and encodes_without_waiting(self._codec, states_TD.shape[-1], device):
             rooms = [int(states_TD.numel() * self.OUTLIERS_EXPECTED) for states_TD, _ in cells]
             batch = self._codec.encode_at_once(cells, rooms)
             with self._beside(device):
-                return _host_copies(batch.map(_page_locked_copy), self._event(), batch, cells)
+                return _host_copies(batch.map(_page_locked_copy), self._event(), batch, batch.headers, cells)
         symbols = [self._codec.encode_on_device(*states) for states in cells]
         with self._beside(device):
-            return _host_copies([s.map(_page_locked_copy) for s in symbols], self._event(), symbols, cells)
+            on_host = [s.map(_page_locked_copy) for s in symbols]
+            return _host_copies(on_host, self._event(), symbols, [s.header for s in symbols], cells)
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
@@ -122,12 +124,13 @@ def _host_copies(
     symbols: Sequence[Symbols],
     arrived: torch.cuda.Event | None,
     on_device: Sequence[Symbols],
+    headers: Sequence[CellHeader],
     cells: Sequence[States],
 ) -> list[HostCopy]:
-    sizes = [s.header.payload_bytes for s in on_device]
+    # Nothing may be asked of the symbols themselves: each answer would be a launch.
     return [
-        HostCopy(symbols, cell, size, arrived, on_device, states)
-        for cell, (size, states) in enumerate(zip(sizes, cells, strict=True))
+        HostCopy(symbols, cell, header.payload_bytes, arrived, on_device, states)
+        for cell, (header, states) in enumerate(zip(headers, cells, strict=True))
     ]
 
 

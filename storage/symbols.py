@@ -158,6 +158,7 @@ class SymbolsBatch(Sequence[Symbols]):
         return len(self.headers)
 
     def __getitem__(self, cell: Any) -> Any:
+        cell = range(len(self.headers))[cell]
         header, start = self.headers[cell], self.starts[cell]
         return Symbols(
             header=header,

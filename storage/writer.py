@@ -41,7 +41,8 @@ States = dict[str, torch.Tensor]
 """Column -> bf16 [T, D]."""
 _VERIFY_BYTES = 16 << 20
 _ENCODED_TOGETHER = 60 << 20
-"""Values that are encoded and copied together: some 64 MB, which is how page-locked memory is handed out."""
+"""Bytes of symbols that are encoded and copied together: with outliers some 64 MB, a power of two, in which
+page-locked memory is handed out."""
 
 
 class WriterConfig(Config):
@@ -49,7 +50,7 @@ class WriterConfig(Config):
 
     threads: int = Field(default=2, ge=1)
     """Threads of the entropy coder."""
-    pending_bytes: int = Field(default=1 << 30, ge=1)
+    pending_bytes: int = Field(default=2 << 30, ge=1)
     """`ShardWriter.add` waits while more bytes of symbols (and more than one row group) are on their way. A
     GPU stays busy when the symbols of a whole batch of the target fit: tokens x columns x width, twice that
     for lossless."""
@@ -118,7 +119,7 @@ class ShardWriter:
         then none of the call is added.
         """
         self._raise_failed()
-        for rows in _together(self._rows_of(captured), self._dataset.spec.target.hidden_size):
+        for rows in self._together(self._rows_of(captured)):
             self._encode(rows)
             self._next_row += len(rows)
 
@@ -201,6 +202,20 @@ class ShardWriter:
             if tuple(states_TD.shape) != shape or states_TD.dtype != torch.bfloat16:
                 found = f"{states_TD.dtype} {tuple(states_TD.shape)}"
                 raise UserError(f"{where}: {column} must be bfloat16 {shape}, not {found}")
+
+    def _together(
+        self, rows: Sequence[tuple[PlannedRow, States]]
+    ) -> Iterator[Sequence[tuple[PlannedRow, States]]]:
+        """Yield rows that are encoded together: at most `_ENCODED_TOGETHER` bytes, and at least one row."""
+        start, size, width = 0, 0, self._dataset.spec.target.hidden_size
+        for end, (row, states) in enumerate(rows):
+            of_row = len(states) * self._codec.symbol_bytes(row.stop - row.start, width)
+            if end > start and size + of_row > _ENCODED_TOGETHER:
+                yield rows[start:end]
+                start, size = end, 0
+            size += of_row
+        if start < len(rows):
+            yield rows[start:]
 
     def _encode(self, rows: Sequence[tuple[PlannedRow, States]]) -> None:
         columns = self._dataset.columns
@@ -359,21 +374,6 @@ class ShardWriter:
         except ObjectNotFound:
             return False
         return sha256.hexdigest() == record.sha256
-
-
-def _together(
-    rows: Sequence[tuple[PlannedRow, States]], width: int
-) -> Iterator[Sequence[tuple[PlannedRow, States]]]:
-    """Yield rows that are encoded together: about `_ENCODED_TOGETHER` values, and at least one row."""
-    start, values = 0, 0
-    for end, (row, states) in enumerate(rows):
-        of_row = (row.stop - row.start) * len(states) * width
-        if end > start and values + of_row > _ENCODED_TOGETHER:
-            yield rows[start:end]
-            start, values = end, 0
-        values += of_row
-    if start < len(rows):
-        yield rows[start:]
 
 
 class _Room:

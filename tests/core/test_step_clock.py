@@ -23,7 +23,7 @@ def take(
     time.sleep(wait_s)
     clock.begin()
     time.sleep(work_s)
-    return clock.end(step, FINE, stop)
+    return clock.end(step, FINE, lambda: stop)
 
 
 def test_a_step_is_told_of_two_steps_later_and_drain_tells_the_rest() -> None:
@@ -74,7 +74,7 @@ def test_waiting_for_a_row_within_a_step_is_no_work() -> None:
     for row in clock.rows(rows):
         time.sleep(0.02)
         taken.append(row)
-    clock.end(0, FINE, stop=False)
+    clock.end(0, FINE, lambda: False)
     whole_ms = 1000 * (time.perf_counter() - began)
     (report,) = clock.drain()
     assert taken == [0, 1, 2]
@@ -87,7 +87,7 @@ def test_a_step_that_was_not_finite_is_named_by_all_later_ones() -> None:
     halted = []
     for step, at in enumerate((-1, 1, 1)):
         clock.begin()
-        (report,) = clock.end(step, torch.tensor(at), stop=False)
+        (report,) = clock.end(step, torch.tensor(at), lambda: False)
         assert not report.stop
         halted.append(report.halted_at)
     assert halted == [-1, 1, 1]

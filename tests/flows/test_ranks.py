@@ -69,16 +69,29 @@ def test_silent_ranks_are_ended() -> None:
     wait_until_gone(hellos(heard)[0]["pid"])
 
 
-def test_a_rank_that_does_not_end_has_as_long_as_was_said(tmp_path: Path) -> None:
-    failed = 0.0
+@pytest.mark.parametrize("shutdown_s", [4, 600])
+def test_a_rank_that_does_not_end_when_another_has_failed_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shutdown_s: int
+) -> None:
+    """However long ranks may take that are asked to stop."""
+    monkeypatch.setattr("flows.ranks.FAILURE_S", 4)
+    failed, told = 0.0, []
 
     def on_message(message: dict[str, Any]) -> None:
         nonlocal failed
         failed = failed or (time.monotonic() if message["kind"] == "error" else 0.0)
+        if message["kind"] in ("hello", "log"):
+            told.append(message)
 
+    arguments = ["stubborn", str(tmp_path / "deaf")]
     with pytest.raises(RanksFailed, match="does not hear"):
-        run_ranks(TOY, ["stubborn", str(tmp_path / "deaf")], ranks=2, shutdown_s=4, on_message=on_message)
+        run_ranks(TOY, arguments, ranks=2, shutdown_s=shutdown_s, on_message=on_message)
     assert 4 <= time.monotonic() - failed < 20  # torchrun's own patience is 30 s
+    assert [m["text"] for m in told if m["kind"] == "log"] == [
+        "rank 1 has failed: RuntimeError: the other one does not hear"
+    ]
+    for message in hellos(told):
+        wait_until_gone(message["pid"])
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

@@ -18,7 +18,7 @@ from dflash_core.configuration import UserError
 from storage.calibration import Calibration
 from storage.cell import open_cell
 from storage.codec import Codec, CodecError, cpu_kernels, parse_codec
-from storage.symbols import ErrorSums, Symbols
+from storage.symbols import ErrorSums, Symbols, SymbolsBatch
 
 NAMES = ["lossless", "fp8", "tolerance=0.005", "tolerance=0.01", "tolerance=0.026", "tolerance=0.1"] + [
     "tolerance=0.2",
@@ -312,6 +312,35 @@ def test_outliers_in_any_order_and_too_much_room_settle_to_the_same_cell(name: s
         assert settled is not None and settled.header == exact.header
         assert codec.to_bytes(settled) == codec.to_bytes(exact)
         assert dataclasses.replace(rough, outlier_count=torch.tensor([room + 1])).settled() is None
+
+
+def test_cells_of_a_batch_are_views_of_one_payload() -> None:
+    codec, scale_D = parse_codec("tolerance=0.1"), torch.ones(33)
+    exact = [codec.encode_on_device(realistic_states(tokens, 33), scale_D) for tokens in (3, 70, 1)]
+    sizes = [-(-len(symbols.payload) // 16) * 16 for symbols in exact]
+    starts = [0, sizes[0], sizes[0] + sizes[1]]
+    payload = torch.full((sum(sizes),), 255, dtype=torch.uint8)
+    for symbols, start in zip(exact, starts, strict=True):
+        payload[start : start + len(symbols.payload)] = symbols.payload
+    halves = torch.stack(
+        [symbols.sums / 2 for symbols in exact for _ in range(2) if symbols.sums is not None]
+    )
+    batch = SymbolsBatch(
+        headers=tuple(symbols.header for symbols in exact),
+        payload=payload,
+        starts=tuple(starts),
+        sums_P4=halves,
+        first_sums=[0, 2, 4, 6],
+        outlier_counts=torch.tensor([symbols.header.outliers for symbols in exact]),
+    )
+    assert len(batch) == 3
+    for cells in (list(batch), [batch[i] for i in (-3, -2, -1)], list(batch.map(torch.clone))):
+        for found, expected in zip(cells, exact, strict=True):
+            settled = found.settled()
+            assert codec.to_bytes(settled) == codec.to_bytes(expected)
+            assert settled.error == expected.error
+    with pytest.raises(IndexError):
+        batch[3]
 
 
 def test_coded_size_is_close_to_the_entropy_of_the_symbols() -> None:
