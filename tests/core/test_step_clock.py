@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from dflash_core import step_clock
@@ -142,3 +143,45 @@ def test_where_steps_take_long_on_any_rank_all_learn_of_a_stop_at_once() -> None
     assert first[:4] == [[], [], [(0, False)], [(1, False)]], "the first step may compile and says nothing"
     assert first[7] == [(7, True)], "the request of this very step"
     assert first[-1] == [(10, False)], "two steps ahead again"
+
+
+class QueuedDevice(StepClock):
+    """Its steps are done by a device that works through a queue, which the host fills and does not watch."""
+
+    free = 0.0
+    """When the device has done all that is queued."""
+
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def synchronize(self) -> None:
+            time.sleep(max(0.0, self.at - time.perf_counter()))
+
+        def elapsed_time(self, later: QueuedDevice.Event) -> float:
+            return 1000 * (later.at - self.at)
+
+    def _now(self) -> step_clock._Mark:
+        now = time.perf_counter()
+        return step_clock._Mark(now, self.Event(max(self.free, now)))  # type: ignore[arg-type]
+
+    def queue(self, seconds: float) -> None:
+        self.free = max(self.free, time.perf_counter()) + seconds
+
+
+@pytest.mark.parametrize("after_s", [1.63, 1.68])
+def test_a_request_while_a_long_step_is_worked_on_stops_behind_it(
+    monkeypatch: pytest.MonkeyPatch, after_s: float
+) -> None:
+    """The host has queued the whole step at once and waits for the device when it is asked."""
+    monkeypatch.setattr(step_clock, "LONG_STEP_MS", 50.0)
+    clock, asked_at = QueuedDevice(ALONE), time.perf_counter() + after_s
+    ends: list[float] = []
+    for step in range(40):
+        clock.begin()
+        clock.queue(0.2)
+        ends.append(clock.free)
+        reports = clock.end(step, FINE, lambda: time.perf_counter() >= asked_at)
+        if any(report.stop for report in reports):
+            break
+    assert len(ends) > 7 and ends[-1] - 0.2 <= asked_at + 0.05, "no step began after the request"
