@@ -26,6 +26,8 @@ from storage.object_store import StoreError
 
 Message = dict[str, Any]
 OnMessage = Callable[[Message], None]
+_Inbox = tuple[int, "queue.SimpleQueue[Message]"]
+"""The number of a job and the messages that came for it."""
 
 STOP_GRACE_S = 5.0
 """How long a worker may take to end by itself before it is killed."""
@@ -70,6 +72,7 @@ class _Process:
         """No job may be sent to it any more; those that it has may end."""
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
         self._lock = threading.Condition()
+        self._ids = itertools.count()
         self._inboxes: dict[int, queue.SimpleQueue[Message]] = {}
         self._last_jobs: frozenset[int] | None = None
         """The jobs that it had when it was first known to be lost."""
@@ -95,17 +98,18 @@ class _Process:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def open_inbox(self, job_id: int) -> queue.SimpleQueue[Message]:
-        """Have the messages of a job collected; those that name none go to the oldest inbox."""
+    def open_inbox(self) -> _Inbox:
+        """Have the messages of a new job collected; those that name none go to the oldest inbox."""
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         with self._lock:
+            job_id = next(self._ids)
             for message in self._unheard:
                 inbox.put(message)
             self._unheard.clear()
             self._inboxes[job_id] = inbox
             if self._ended:
                 inbox.put({"kind": "exit"})
-        return inbox
+        return job_id, inbox
 
     def close_inbox(self, job_id: int) -> None:
         """Stop collecting for a job; what came after its answer and names no job goes to another."""
@@ -230,7 +234,6 @@ class Worker:
         self._lock = threading.Lock()
         self._retired = threading.Event()
         self._start_after = 0.0
-        self._ids = itertools.count()
 
     @property
     def pid(self) -> int | None:
@@ -250,7 +253,8 @@ class Worker:
                 process.leave()
             if process is None or not process.alive:
                 process = self._start(on_message)
-        return self._converse(process, job, "done", self._silence_timeout_s, on_message)
+            inbox = process.open_inbox()  # from here on nobody takes the process for one without jobs
+        return self._converse(process, inbox, job, "done", self._silence_timeout_s, on_message)
 
     def warm(self, on_message: OnMessage = ignore) -> None:
         """Start the process ahead of its first job; a failure is only told: the job will meet it again.
@@ -277,7 +281,8 @@ class Worker:
         self.starts += 1
         process = self._process = _Process(self.name, self._argv, self._environment)
         try:
-            self._converse(process, self._setup, "ready", self._start_timeout_s, on_message)
+            inbox = process.open_inbox()
+            self._converse(process, inbox, self._setup, "ready", self._start_timeout_s, on_message)
         except Exception as error:
             process.stop(grace_s=0)  # it may be about to end by itself; nobody may take it for alive
             if isinstance(error, StoreError):  # says nothing against this slot
@@ -291,11 +296,16 @@ class Worker:
         return process
 
     def _converse(
-        self, process: _Process, message: Message, wanted: str, silence_s: float, on_message: OnMessage
+        self,
+        process: _Process,
+        inbox: _Inbox,
+        message: Message,
+        wanted: str,
+        silence_s: float,
+        on_message: OnMessage,
     ) -> Message:
         """Send a message and return the wanted answer to it, passing on what comes before."""
-        job_id = next(self._ids)
-        inbox = process.open_inbox(job_id)
+        job_id, messages = inbox
         process.last_sign = time.monotonic()
         try:
             try:
@@ -303,7 +313,7 @@ class Worker:
             except (BrokenPipeError, ValueError) as error:  # ValueError: the pipe is closed
                 process.stop(grace_s=0)
                 raise WorkerDied(process.obituary(), blameless=True) from error
-            return self._await(process, job_id, inbox, wanted, silence_s, on_message)
+            return self._await(process, job_id, messages, wanted, silence_s, on_message)
         finally:
             process.close_inbox(job_id)
 
@@ -311,14 +321,14 @@ class Worker:
         self,
         process: _Process,
         job_id: int,
-        inbox: queue.SimpleQueue[Message],
+        messages: queue.SimpleQueue[Message],
         wanted: str,
         silence_s: float,
         on_message: OnMessage,
     ) -> Message:
         while True:
             try:
-                message = inbox.get(timeout=max(0.0, process.last_sign + silence_s - time.monotonic()))
+                message = messages.get(timeout=max(0.0, process.last_sign + silence_s - time.monotonic()))
             except queue.Empty:
                 if time.monotonic() < process.last_sign + silence_s:
                     continue  # it spoke of another job meanwhile
