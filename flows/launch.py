@@ -74,6 +74,8 @@ class _Request:
     avoid: set[Worker]
     places: int
     """How many of the worker's jobs it counts as."""
+    passed: int = 0
+    """How many that came later got a worker before it."""
 
 
 @dataclass
@@ -251,6 +253,8 @@ class WorkerPool:
                 while (worker := self._place(request)) is None:
                     self._changed.wait()
                 worker.jobs += request.places
+                for waiting in self._waiting[: self._waiting.index(request)]:
+                    waiting.passed += 1
                 return worker
             finally:
                 self._waiting.remove(request)
@@ -259,7 +263,8 @@ class WorkerPool:
     def _place(self, request: _Request) -> Worker | None:
         """Return the least busy worker with room that is not owed to a request which has waited longer.
 
-        Each of those is owed one, so that one that wants a worker alone gets it. Raises PoolClosed.
+        Each of those is owed one, so that one that wants a worker alone gets it: the least busy, and another
+        each time that as many were let past as the pool holds, as the first may be stuck. Raises PoolClosed.
         """
         if self._closed:
             raise PoolClosed("the worker pool is closed")
@@ -273,7 +278,7 @@ class WorkerPool:
             left = [worker for worker in suitable if worker not in owed]
             if waiting is request:
                 break
-            if left:
-                owed.add(min(left, key=lambda worker: worker.jobs))
+            left.sort(key=lambda worker: worker.jobs)
+            owed.update(left[: 1 + waiting.passed // self.capacity])
         free = [worker for worker in left if worker.jobs + request.places <= self._depth]
         return min(free, key=lambda worker: worker.jobs, default=None)

@@ -224,6 +224,27 @@ def test_a_job_that_is_to_be_alone_gets_its_worker_though_others_keep_coming(tmp
         assert order == ["alone", "later"] and first.done()
 
 
+def test_a_job_that_is_to_be_alone_does_not_wait_for_a_stuck_worker_while_others_keep_coming(
+    tmp_path: Path,
+) -> None:
+    with ThreadPoolExecutor() as threads, pool(("cpu", "cpu"), depth=2) as workers:
+        stuck = begin(threads, workers, "stuck", tmp_path / "never")
+        busy = threading.Event()
+        threads.submit(workers.run, {"name": "busy", "seconds": 1.0}, lambda message: busy.set())
+        assert busy.wait(60)
+        alone = threads.submit(workers.run, {"name": "alone"}, tries=Tries(alone=True))
+        while not workers._waiting:
+            time.sleep(0.01)
+
+        def feed() -> None:
+            while not alone.done():
+                workers.run({"name": "later", "seconds": 0.05})
+
+        for _ in range(3):  # the second worker always has one, and never room for two
+            threads.submit(feed)
+        assert alone.result(10)[1] is workers.workers[1] and not stuck.done()
+
+
 def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
     with pool(refuse=True) as workers, pytest.raises(UserError, match="this set-up is refused"):
         workers.run({"name": 1})
