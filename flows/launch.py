@@ -280,5 +280,9 @@ class WorkerPool:
                 break
             left.sort(key=lambda worker: worker.jobs)
             owed.update(left[: 1 + waiting.passed // self.capacity])
-        free = [worker for worker in left if worker.jobs + request.places <= self._depth]
+        free = [
+            worker
+            for worker in left
+            if worker.jobs + request.places <= self._depth and not (worker.jobs and worker.leaving)
+        ]
         return min(free, key=lambda worker: worker.jobs, default=None)

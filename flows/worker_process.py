@@ -241,6 +241,12 @@ class Worker:
         process = self._process
         return process.pid if process is not None and process.alive else None
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the process only ends the jobs that it has; a further one would wait for them."""
+        process = self._process
+        return process is not None and process.leaving
+
     def call(self, job: Message, on_message: OnMessage = ignore) -> Message:
         """Run one job and return its "done" message, starting the process first when there is none.
 

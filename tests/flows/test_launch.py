@@ -245,6 +245,18 @@ def test_a_job_that_is_to_be_alone_does_not_wait_for_a_stuck_worker_while_others
         assert alone.result(10)[1] is workers.workers[1] and not stuck.done()
 
 
+def test_no_job_waits_for_the_uploads_of_a_process_that_leaves(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads, pool(("cpu", "cpu"), depth=2) as workers:
+        leaves = begin(threads, workers, "leaves", tmp_path / "go")
+        begin(threads, workers, "stays", tmp_path / "go")
+        workers.workers[0].renew()
+        assert threads.submit(workers.run, {"name": "next"}).result(10)[1] is workers.workers[1]
+        assert not leaves.done()
+        (tmp_path / "go").touch()
+        leaves.result(60)
+        assert workers.run({"name": "last"})[1].starts == 2, "and then it has jobs again"
+
+
 def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
     with pool(refuse=True) as workers, pytest.raises(UserError, match="this set-up is refused"):
         workers.run({"name": 1})
