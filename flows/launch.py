@@ -59,10 +59,10 @@ class Tries:
     """Whether a worker was lost with it: from then on it shares none."""
 
     def note(self, error: Exception, worker: Worker) -> None:
-        """Keep that this worker failed the job so."""
+        """Keep that this worker failed the job so; a loss beside others counts once the job is alone."""
         if isinstance(error, WorkerDied):
-            self.alone = True
-            if error.blameless:
+            was_alone, self.alone = self.alone, True
+            if error.blameless and not was_alone:
                 return
         self.failed_on.add(worker)
 

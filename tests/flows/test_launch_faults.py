@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,13 @@ from flows.launch import (
 )
 
 ATTEMPTS = 3
+DEAF = """
+import json, os, sys, time
+setup = json.loads(sys.stdin.readline())
+os.close(0)
+print(json.dumps({"kind": "ready", "id": setup["id"]}), flush=True)
+time.sleep(60)
+"""
 Run = Callable[..., "_Run"]
 
 
@@ -152,3 +160,12 @@ def test_a_run_ends_when_no_worker_can_begin(run_with: Run) -> None:
     run = run_with(2, {"scales of worker 0": "user"})
     with pytest.raises(UserError, match="mend this"):
         run.runner.prepare(run.hear, 2)
+
+
+def test_a_run_ends_when_each_worker_is_gone_before_the_job_begins() -> None:
+    with (
+        ThreadPoolExecutor() as threads,
+        WorkerPool(["cpu", "cpu"], [sys.executable, "-c", DEAF], {}, depth=JOBS_PER_WORKER) as pool,
+    ):
+        first = threads.submit(pool.run_first, {"task": "scales"})
+        assert isinstance(first.exception(10), WorkerDied)
