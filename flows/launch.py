@@ -56,11 +56,11 @@ class Tries:
 
     failed_on: set[Worker] = field(default_factory=set)
     alone: bool = False
-    """Whether a worker was lost with it: from then on it shares none."""
+    """Whether a worker that had started was lost with it: from then on it shares none."""
 
     def note(self, error: Exception, worker: Worker) -> None:
         """Keep that this worker failed the job so; a loss beside others counts once the job is alone."""
-        if isinstance(error, WorkerDied):
+        if isinstance(error, WorkerDied) and not error.starting:
             was_alone, self.alone = self.alone, True
             if error.blameless and not was_alone:
                 return
@@ -157,19 +157,27 @@ class WorkerPool:
     ) -> tuple[Message, Worker]:
         """Run one job on the least busy worker that has not failed it yet, where one is usable.
 
-        Blocks while all those are busy. Returns the "done" message and the worker. A job whose worker was
-        lost together with another job is done again, alone on a worker: only what that meets counts. Raises
-        as `Worker.call`, or PoolClosed.
+        Blocks while all those are busy. Returns the "done" message and the worker. A job whose worker does
+        not start goes to the next one, while there is one. A job whose worker was lost together with another
+        job is done again, alone on a worker: only what that meets counts. Raises as `Worker.call`, or
+        PoolClosed.
         """
         tries = tries or Tries()
-        try:
-            return self._try(job, on_message, tries)
-        except WorkerDied as error:
-            if not error.blameless:
-                raise
-            again = "this job may not be the cause, and is done again, alone on a worker"
-            on_message(log_message(f"{error}\n{again}", "WARNING"))
-            return self._try(job, on_message, tries)
+        done_again = False
+        while True:
+            try:
+                return self._try(job, on_message, tries)
+            except JobError as error:
+                if error.starting:
+                    if tries.failed_on.issuperset(self._usable):
+                        raise
+                    again = "the job goes to another worker"
+                elif isinstance(error, WorkerDied) and error.blameless and not done_again:
+                    done_again = True
+                    again = "this job may not be the cause, and is done again, alone on a worker"
+                else:
+                    raise
+                on_message(log_message(f"{error}\n{again}", "WARNING"))
 
     def run_first(self, job: Message, on_message: OnMessage = ignore) -> Message:
         """Run a job that the whole run waits for: a worker that fails it does not end the run.

@@ -39,6 +39,9 @@ STDERR_LINES_KEPT = 40
 class JobError(RuntimeError):
     """A job did not end well, and may be tried again."""
 
+    starting = False
+    """Whether it never began, as the worker did not start."""
+
 
 class WorkerDied(JobError):
     """The worker's process ended, fell silent, or cannot be trusted any more."""
@@ -46,7 +49,7 @@ class WorkerDied(JobError):
     def __init__(self, text: str, *, blameless: bool = False) -> None:
         super().__init__(text)
         self.blameless = blameless
-        """Whether this job may not be the cause: the process had another one too, or never began it."""
+        """Whether this job may not be the cause: the process had another one too, or was gone before it."""
 
 
 class JobFailed(JobError):
@@ -295,6 +298,8 @@ class Worker:
                 self._start_after = time.monotonic() + STORE_PAUSE_S
             else:
                 self.failed_starts += 1
+            if isinstance(error, JobError):
+                error.starting = True
             raise
         self.failed_starts = 0
         seconds = time.monotonic() - began

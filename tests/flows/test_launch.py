@@ -260,12 +260,13 @@ def test_no_job_waits_for_the_uploads_of_a_process_that_leaves(tmp_path: Path) -
 def test_a_refused_set_up_is_the_users_error_and_a_slot_that_never_starts_is_given_up() -> None:
     with pool(refuse=True) as workers, pytest.raises(UserError, match="this set-up is refused"):
         workers.run({"name": 1})
-    with pool(crash=True) as workers:
-        for _ in range(3):
-            with pytest.raises(WorkerDied, match="exit code 3"):
+    for slots in (("cpu",), ("cpu", "cpu")):
+        with pool(slots, crash=True) as workers:
+            for _ in range(3):
+                with pytest.raises(WorkerDied, match="exit code 3"):
+                    workers.run({"name": 1})
+            with pytest.raises(PoolClosed, match="no worker can be started"):
                 workers.run({"name": 1})
-        with pytest.raises(PoolClosed, match="no worker can be started"):
-            workers.run({"name": 1})
 
 
 def test_an_upload_that_takes_long_is_no_silence() -> None:

@@ -134,6 +134,14 @@ def test_a_deadly_shard_fails_alone(run_with: Run) -> None:
     assert run.pool.workers[0].starts <= 1 + 1 + ATTEMPTS, "one death beside another shard, then its own"
 
 
+def test_a_worker_that_does_not_start_costs_no_shard_a_try(run_with: Run) -> None:
+    run = run_with(2, {"start of worker 1": "kill"}, finish_s=0.5)
+    run.capture(range(8))
+    assert set(run.done_by) == set(range(8)) and not run.failures
+    assert not any(tries.alone for tries in run.runner._tries.values()), "no shard had begun"
+    assert run.said("worker 1 (cpu) is given up: it failed to start") == 1
+
+
 @pytest.mark.parametrize("place", ["start", "scales"])
 def test_what_a_run_begins_with_is_tried_on_another_worker(run_with: Run, place: str) -> None:
     run = run_with(2, {f"{place} of worker 0": "kill"})
