@@ -26,6 +26,7 @@ def short_chats(tokens: int, seed: int) -> list[Sample]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "chats", short_chats)

@@ -42,6 +42,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def newest_artifacts() -> dict[str, Any]:
+    """What the newest artifact of each key holds; a server shows two hundred at a time, the oldest first."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import ArtifactSort
+
+    with get_client(sync_client=True) as client:
+        newest_first = client.read_artifacts(sort=ArtifactSort.CREATED_DESC, limit=200)
+    return {str(artifact.key): artifact.data for artifact in reversed(newest_first)}
+
+
 def errors_logged(state: Any, level: int = logging.ERROR) -> list[str]:
     """What the log of a finished flow run says at this level or above, its tasks included."""
     from prefect.client.orchestration import get_client

@@ -13,6 +13,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -82,7 +83,8 @@ def test_the_table_of_shards_grows_while_they_are_captured(
                     counts.add(len(rows) if key == "shards" else sum(row["done"] for row in rows))
 
     with get_client(sync_client=True) as client:
-        before = {artifact.id for artifact in client.read_artifacts(limit=200)}
+        newest_first = client.read_artifacts(sort=ArtifactSort.CREATED_DESC, limit=200)
+    before = {artifact.id for artifact in newest_first}
     watcher = threading.Thread(target=look)
     watcher.start()
     try:

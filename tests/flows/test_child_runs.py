@@ -70,6 +70,7 @@ def test_one_machine_does_its_children_itself_in_the_place_of_their_parent(
     assert {row["token_budget"] for row in shown} == {512}
 
 
+@pytest.mark.long
 def test_children_on_a_pool_outlive_their_parent_and_its_retry_waits_for_them(
     extract_config: MakeConfig, tmp_path: Path
 ) -> None:

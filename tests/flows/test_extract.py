@@ -38,7 +38,7 @@ from flows.launch import WorkerDied, python_module
 from storage.calibration import Calibration
 from storage.dataset import Dataset, DatasetError, open_dataset
 from storage.writer import ShardWriter
-from tests.flows.conftest import errors_logged
+from tests.flows.conftest import errors_logged, newest_artifacts
 from tests.flows.plain_extraction import run_extraction
 from tests.storage.faulty_proxy import Rule, faulty_proxy
 from tests.tiny import MASK_TOKEN_ID
@@ -317,8 +317,6 @@ def test_whatever_changes_the_content_changes_the_data_set(extract_config: MakeC
 def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
     extract_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from prefect.client.orchestration import get_client
-
     from flows.extract import extract_hidden_states
 
     config = extract_config(workers={"slots": ["cpu"], "attempts": 1}, codec="lossless")
@@ -341,8 +339,7 @@ def test_a_failed_shard_is_set_aside_and_a_second_run_does_only_that(
     assert dataset.sealed and not dataset.missing()
     assert before.items() < shard_files(dataset).items()
 
-    with get_client(sync_client=True) as client:
-        artifacts = {a.key: a.data for a in client.read_artifacts()}
+    artifacts = newest_artifacts()
     assert {"extraction-progress", "shards", "failed-shards", "data-set"} <= set(artifacts)
     assert "--only 1" in str(artifacts["failed-shards"])
     assert dataset.uri in str(artifacts["data-set"])

@@ -117,8 +117,8 @@ def test_a_run_says_that_it_is_on_the_fast_path(dataset: Dataset, target: str, t
 @pytest.mark.parametrize(
     ("rows_per_step", "often", "named_at"),
     [
-        (2, {}, 10),  # as soon as five steps after warm-up have been reported
-        (8, {}, 10),  # most of the waiting lies within the step
+        # As soon as five steps after warm-up have been reported; most of the waiting lies within the step.
+        (8, {}, 10),
         (1, {"log_every": 1}, 9),  # a reading after each step settles it
     ],
 )

@@ -93,6 +93,7 @@ def running(command: list[Any], folder: Path, environment: dict[str, str]) -> It
         process.wait(60)
 
 
+@pytest.mark.long
 def test_two_machines_share_a_large_extraction(
     network: Network,
     database: str | None,

@@ -13,6 +13,7 @@ from flows.extract_plan import plan_dataset
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect")]
 
 
+@pytest.mark.long
 def test_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_URL
 
