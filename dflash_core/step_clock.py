@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -66,12 +65,12 @@ class _Step:
     before: _Mark | None
     """End of what came before: the last step, or what lay between."""
     started: _Mark
-    row_marks: list[_Mark] = field(default_factory=list)
-    """Before and after each wait for a row within the step, in turn."""
+    row_waits: list[tuple[_Mark, _Mark]] = field(default_factory=list)
+    """Begin and end of each wait for a row within the step."""
 
     def wait_ms(self) -> float:
         """Waiting for rows within the step."""
-        return sum(a.ms_until(b) for a, b in list(pairwise(self.row_marks))[::2])
+        return sum(begun.ms_until(over) for begun, over in self.row_waits)
 
 
 @dataclass(slots=True)
@@ -105,21 +104,20 @@ class StepClock:
     def rows(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Pass the further rows of a step on; what the device waits for them is told apart from its work."""
         assert self._step is not None
-        marks = self._step.row_marks
+        waits = self._step.row_waits
         while True:
-            before = self._now()
+            begun = self._now()
             try:
                 row = next(rows)
             except StopIteration:
                 return
-            marks += [before, self._now()]
+            waits.append((begun, self._now()))
             yield row
 
     def end(self, optimizer_step: int, halted_at: Tensor, stop: Callable[[], bool]) -> list[StepReport]:
         """The step's work is queued. `stop`: whether this rank was asked to stop."""
         assert self._step is not None
-        worked = self._now().event
-        if self._ahead_now == 0 and worked is not None:
+        if self._ahead_now == 0 and (worked := self._now().event) is not None:
             worked.synchronize()
         slow = self._last_ms is not None and self._last_ms > LONG_STEP_MS
         here = (torch.full_like(halted_at, int(flag)) for flag in (stop(), slow))

@@ -218,11 +218,6 @@ class Trainer:
         """Let the device change weights and moments only after this event: they are being copied."""
         self._held = event
 
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step."""
-        return self.optimizer.rate(self.optimizer_step)
-
     def summary(self) -> tuple[Summary, float]:
         """Means since the last call and the last gradient norm. Waits for the device; every rank must call
         it.

@@ -143,18 +143,15 @@ class TrainLoop:
         self._stopping = False
         """Whether the ranks have agreed to stop: one was asked to."""
         self._began_at = self._read_at = self._saved_at = trainer.optimizer_step
-        self._scored: Best | None = None
-        """The last checkpoint's score, of which the store has not been told."""
-        if out.score is not None:
-            self._scored = Best(optimizer_step=trainer.optimizer_step, score=out.score)
         self._places: dict[int, StepPlace] = {}
         self._compiled = self._config.compiles_on(self._world.device.type)
 
     def run(self, place: StepPlace) -> bool:
         """Take all steps that are left; False when a rank was asked to stop before the end."""
+        if self._out.score is not None:  # of the checkpoint that this run continues from
+            self._mark_best(self._out.score)
         finished = self._take_steps(place)
         self._settle()
-        self._mark_best()
         return finished
 
     def _take_steps(self, place: StepPlace) -> bool:
@@ -228,7 +225,7 @@ class TrainLoop:
         """Make up for the validation of a last step whose run did not come to it; False when it is cut short
         too.
         """
-        unknown = self._on_any_rank(self._world.is_first and self._scored is None)
+        unknown = self._on_any_rank(self._world.is_first and self._out.score is None)
         if unknown and len(self._data.validation_samples) > 0:
             self._validate()
         return not self._stopping
@@ -317,8 +314,7 @@ class TrainLoop:
         values = {f"validation/{name}": value for name, value in summary.as_dict().items()}
         self._out.metrics(self._trainer.optimizer_step, values)
         if self._world.is_first and summary.blocks > 0:
-            self._scored = Best(optimizer_step=self._trainer.optimizer_step, score=values[SCORE])
-            self._mark_best()
+            self._mark_best(values[SCORE])
 
     def _validation_rows(self) -> Iterator[TrainingRow]:
         """This rank's rows, as long as no rank is asked to stop: all ranks end with the same one."""
@@ -333,11 +329,9 @@ class TrainLoop:
         """Whether it is so on any rank. Waits for the device; every rank must call it."""
         return bool(self._world.sum(torch.tensor(int(here), device=self._world.device)))
 
-    def _mark_best(self) -> None:
+    def _mark_best(self, score: float) -> None:
         """Tell the store when the last checkpoint is the best one so far, as soon as that is written."""
-        if self._scored is not None:
-            self._checkpoints.mark_best(self._scored)
-            self._scored = None
+        self._checkpoints.mark_best(Best(optimizer_step=self._trainer.optimizer_step, score=score))
 
     def _save(self, place: StepPlace) -> None:
         """Write a checkpoint in the background, unless the run has met a number that is not finite."""
@@ -348,7 +342,6 @@ class TrainLoop:
         self._clock.forget()
 
     def _write_checkpoint(self, step: int, place: StepPlace) -> None:
-        self._mark_best()
         position = Position(optimizer_step=step, epoch=place.epoch, step_in_epoch=place.step_in_epoch)
         tensors = self._trainer.state() | {"rng/cpu": torch.get_rng_state()}
         notes: dict[str, Any] = {

@@ -16,9 +16,10 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -141,7 +142,8 @@ class Checkpoints:
         last_try = len(self._failed) > 1
         copied, ready = self._stage(tensors)
         plain: dict[str, Any] = json.loads(json.dumps(dict(notes)))
-        self._jobs.append(self._pool.submit(self._try_to_write, position, copied, plain, ready))
+        write = partial(self._write, position, copied, plain, ready)
+        self._jobs.append(self._pool.submit(self._try_to_write, position.optimizer_step, write))
         if last_try:
             self.wait()
         return ready
@@ -221,16 +223,9 @@ class Checkpoints:
                 tensor.record_stream(self._stream)
             return copied, self._stream.record_event(torch.cuda.Event(blocking=True))
 
-    def _try_to_write(
-        self,
-        position: Position,
-        tensors: dict[str, Tensor],
-        notes: dict[str, Any],
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        step = position.optimizer_step
+    def _try_to_write(self, step: int, write: Callable[[], None]) -> None:
         try:
-            self._write(position, tensors, notes, ready)
+            write()
         except (StoreError, OSError) as error:
             self._failed.append((step, error))
             log.warning("the checkpoint of step %d could not be written: %s", step, error)
